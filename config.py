@@ -1,0 +1,138 @@
+"""Every knob there is, on one screen.  First file to read; every other one takes its numbers from here.
+
+`python train.py --help` prints this table.  A flag is a field: `--learning_rate 3e-3` sets `learning_rate`.
+"""
+
+import argparse
+import difflib
+import math
+import os
+import sys
+from dataclasses import dataclass, field, fields, replace
+
+
+class UserError(Exception):
+    """Something the reader of the message can put right: one line, exit code 2, no traceback (see `run`)."""
+
+
+def knob(default, meaning: str, at_least=None, below=None, fixed=False):
+    """A dataclass field that knows its meaning and its range.  A fixed one cannot change when a run is resumed."""
+    return field(default=default, metadata=dict(meaning=meaning, at_least=at_least, below=below, fixed=fixed))
+
+
+# fmt: off
+@dataclass(frozen=True)
+class Config:
+    """One training run.  The defaults are the preset `tiny`: minutes on one free TPU."""
+    preset: str = knob("tiny", "the line of PRESETS to start from")
+    # data
+    dataset: str = knob("shakespeare", "shakespeare, or the path of any UTF-8 text file")
+    tokenizer: str = knob("char", "char: the corpus's own characters; byte: the 256 bytes of UTF-8", fixed=True)
+    data_dir: str = knob("datasets", "where downloaded corpora are kept")
+    # model
+    n_layer: int = knob(6, "transformer blocks", 1, fixed=True)
+    n_head: int = knob(6, "attention heads; must divide n_embd", 1, fixed=True)
+    n_embd: int = knob(384, "channels of the residual stream", 2, fixed=True)
+    block_size: int = knob(256, "context: how many tokens back the model can look", 2, fixed=True)
+    rope_theta: float = knob(10_000.0, "longest wavelength of the rotary embedding, over 2 pi", 1.0, fixed=True)
+    dropout: float = knob(0.2, "share of activations zeroed in training; 0 for runs of a few epochs", 0, 1)
+    dtype: str = knob("auto", "of the matrix products: float32, bfloat16, or auto: bfloat16 where the chip has it")
+    # optimiser: AdamW with linear warmup, then a cosine down to min_lr
+    batch_size: int = knob(64, "sequences per optimiser step, over all devices", 1)
+    grad_accum: int = knob(1, "micro-batches a step is cut into when memory is short; must divide batch_size", 1)
+    max_steps: int = knob(5000, "optimiser steps", 0)
+    learning_rate: float = knob(1e-3, "peak, reached after warmup", 0)
+    min_lr: float = knob(1e-4, "where the cosine ends; a tenth of the peak is usual, 0 for short runs", 0)
+    warmup_steps: int = knob(100, "steps of linear rise to the peak", 0)
+    beta1: float = knob(0.9, "AdamW: decay of the gradient's mean", 0, 1)
+    beta2: float = knob(0.99, "AdamW: decay of its square; 0.95 for large batches", 0, 1)
+    weight_decay: float = knob(0.1, "AdamW: on matrices only, never on norm scales", 0)
+    grad_clip: float = knob(1.0, "largest global norm of the gradient; 0 never clips", 0)
+    # devices: data parallelism takes what these two leave
+    fsdp: int = knob(1, "devices over which parameters and optimiser state are split", 1)
+    tensor: int = knob(1, "devices over which heads and MLP width are split", 1)
+    # the run
+    out_dir: str = knob("", "where the run lives; empty means out/<preset>")
+    seed: int = knob(1337, "of initial weights, batches and dropout", 0)
+    log_interval: int = knob(10, "steps between log lines", 1)
+    eval_interval: int = knob(250, "steps between evaluations, each with a sample of text", 1)
+    eval_tokens: int = knob(10_000_000, "evaluate on the whole validation split, or on this many of its tokens", 1)
+    sample_tokens: int = knob(200, "characters of text shown at each evaluation", 0)
+    checkpoint_interval: int = knob(250, "steps between checkpoints", 1)
+
+    def __post_init__(self):
+        check_ranges(self)
+        for whole, part in ("n_embd", "n_head"), ("batch_size", "grad_accum"):
+            a, b = getattr(self, whole), getattr(self, part)
+            if a % b:
+                raise UserError(f"{whole} {a} is not divisible by {part} {b}; {whole} {a - a % b + b} would be")
+        if self.n_embd // self.n_head % 2:
+            raise UserError(f"n_embd {self.n_embd} / n_head {self.n_head}: rotary embedding needs an even head width")
+
+    @property
+    def n_hidden(self) -> int:
+        """Width of the MLP: 8/3 n_embd, so that SwiGLU's three matrices cost what the classic two of 4 n_embd do."""
+        multiple = 128 if self.n_embd >= 768 else 64
+        return multiple * max(1, round(8 * self.n_embd / 3 / multiple))
+
+
+PRESETS = {  # what differs from the defaults above
+    "nano": dict(n_layer=4, n_head=2, n_embd=128, block_size=128, dropout=0.0, batch_size=8, max_steps=2_600,
+                 learning_rate=8e-3, min_lr=0.0, log_interval=50, eval_interval=650, checkpoint_interval=650),
+    "tiny": dict(),
+}
+
+# fmt: on
+
+
+def check_ranges(cfg) -> None:
+    """Every number inside the range that its knob states, or UserError."""
+    for f in fields(cfg):
+        value, low, high = getattr(cfg, f.name), f.metadata["at_least"], f.metadata["below"]
+        if low is not None and not (math.isfinite(value) and value >= low):
+            raise UserError(f"--{f.name} {value}: must be {low} or more")
+        if high is not None and not value < high:
+            raise UserError(f"--{f.name} {value}: must be less than {high}")
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        """One line instead of argparse's usage page, with the nearest flag for a misspelt one."""
+        if "unrecognized arguments" in message:
+            flag = message.split(": ")[1].split()[0].split("=")[0]
+            nearest = difflib.get_close_matches(flag, self._option_string_actions, 1, 0.5)
+            message = f"unknown flag {flag}; " + (f"did you mean {nearest[0]}?" if nearest else "--help lists them all")
+        raise UserError(message)
+
+
+def parse(cls, argv: list[str], doc: str, **switches: str):
+    """Command line -> (cls instance, the given switches).  One flag per field, plus the on/off switches named."""
+    epilog = "\n".join(f"preset {name}: {knobs}" for name, knobs in PRESETS.items())
+    parser = Parser(description=doc, epilog=epilog, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter)
+    for f in fields(cls):
+        parser.add_argument(f"--{f.name}", type=f.type, help=f"{f.metadata['meaning']}  ({f.default!r})", metavar="")
+    for name, meaning in switches.items():
+        parser.add_argument(f"--{name}", action="store_true", help=meaning)
+    args = vars(parser.parse_args(argv))
+    on = {name: args.pop(name) for name in switches}
+    given = {name: value for name, value in args.items() if value is not None}
+    preset = given.get("preset", cls.preset)
+    if preset not in PRESETS:
+        raise UserError(f"--preset {preset}: choose from {', '.join(PRESETS)}")
+    cfg = cls(**{**(PRESETS[preset] if cls is Config else {}), **given})
+    return (cfg if cfg.out_dir else replace(cfg, out_dir=os.path.join("out", preset))), on
+
+
+def run(main) -> None:
+    """Call a script's main and turn what it raises into the exit codes of this project."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # an ASCII console shows ? instead of crashing on an accent
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # `python sample.py | head`: the reader has gone, and so may we
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

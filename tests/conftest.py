@@ -1,0 +1,40 @@
+"""Shared by all tests: eight fake devices, a small corpus, a small model.
+
+    python -m pytest            everything, without a network, in two minutes on two cores
+"""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_NUM_CPU_DEVICES"] = "8"  # before jax is imported; subprocesses of the tests inherit it
+
+import random
+
+import jax
+import pytest
+
+from config import Config
+
+assert jax.device_count() == 8
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory):
+    """About 20,000 characters of made-up dialogue: learnable, the same on every machine."""
+    rng = random.Random(0)
+    words = "what light through yonder window breaks it is the east and I am sun to thee my lord of night".split()
+    lines = []
+    while sum(map(len, lines)) < 20_000:
+        lines.append(rng.choice(["ROMEO", "JULIET", "NURSE"]) + ":\n" + " ".join(rng.choices(words, k=8)) + ".\n\n")
+    path = tmp_path_factory.mktemp("corpus") / "play.txt"
+    path.write_text("".join(lines))
+    return path
+
+
+@pytest.fixture
+def cfg(text_file, tmp_path):
+    """A configuration that compiles in a second or two and runs on the eight devices."""
+    small = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=16, dropout=0.1)
+    run = dict(max_steps=20, warmup_steps=5, log_interval=5, eval_interval=10, checkpoint_interval=10, sample_tokens=8)
+    rates = dict(learning_rate=1e-2, min_lr=1e-3)
+    return Config(dataset=str(text_file), out_dir=str(tmp_path / "run"), **small, **run, **rates)
