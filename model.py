@@ -1,0 +1,174 @@
+"""The GPT: pure maths on arrays.  Second file to read, after config.py.
+
+A decoder-only transformer with the anatomy of today's open models (Llama, Gemma 3, Qwen3): tokens in, for every
+position a guess at the next token out.  There is no optimiser in this file, no data, no device and no mesh: a
+module holds arrays and says what to do with them, and the same lines run on one CPU and on a TPU pod.
+
+    letter  meaning                              in config.py
+    B       sequences in a batch                 batch_size
+    T       positions in a sequence              block_size at most
+    S       positions that a query may look at   T, or the length of the key/value cache
+    C       channels of the residual stream      n_embd
+    H       attention heads                      n_head
+    D       channels of one head                 C / H
+    F       hidden channels of the MLP           about 8/3 C, see Config.n_hidden
+    V       vocabulary                           vocab_size
+
+Parameters are float32.  `dtype` is what the matrix products are computed in; softmax, the norms' statistics, the
+logits and the loss are float32 always.
+
+Flax NNX in one paragraph, for PyTorch readers: nnx.Module is nn.Module and nnx.Param is nn.Parameter.  What differs
+is the step: JAX differentiates and compiles pure functions, so train.py takes the model apart (`nnx.split`: structure
+and arrays), and puts it together again (`nnx.merge`) inside the function that is compiled.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from config import Config
+
+INIT_STD = 0.02  # as in GPT-2
+EMBED_STD = 0.01  # its rows are also the output head: at 0.02 the first guesses are confident enough to cost 0.1 nats
+
+
+def residual_std(cfg: Config) -> float:
+    """For the 2 n_layer matrices that write into the residual stream: their sum starts with the variance of one."""
+    return INIT_STD / (2 * cfg.n_layer) ** 0.5
+
+
+def widen(x: jax.Array) -> jax.Array:
+    """bfloat16 to float32, for sums and angles: its 8 bits round 257 to 256.  float32 and float64 stay as they are."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+class RMSNorm(nnx.Module):
+    """y = scale * x / sqrt(mean(x^2) + eps), over the last axis.  Zhang & Sennrich 2019, arXiv:1910.07467."""
+
+    def __init__(self, size: int):
+        self.scale = nnx.Param(jnp.ones(size))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = widen(x)
+        y = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-6)
+        return (self.scale[...] * y).astype(x.dtype)
+
+
+class Linear(nnx.Module):
+    """y = x W without a bias.  W is [in, out], normal(0, std)."""
+
+    def __init__(self, n_in: int, n_out: int, std: float, rngs: nnx.Rngs):
+        self.kernel = nnx.Param(std * jax.random.normal(rngs.params(), (n_in, n_out)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        # One product over all B*T rows: given [B, T, in], XLA's CPU compiler takes twice as long for the gradient of W.
+        rows = x.reshape(-1, x.shape[-1])  # [B*T, in]
+        return (rows @ self.kernel[...].astype(x.dtype)).reshape(*x.shape[:-1], -1)
+
+
+def rope(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
+    """Rotary position embedding.  Su et al. 2021, arXiv:2104.09864.  x [B, H, T, D], positions [T].
+
+    Channels i and i + D/2 are a point in the plane, turned by the angle  position * theta^(-2i/D).  The dot product of
+    a query and a key then depends on how far apart they stand and not on where.
+    """
+    D = x.shape[-1]
+    angle = positions[:, None] * theta ** (-jnp.arange(0, D, 2) / D)  # [T, D/2]
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    a, b = jnp.split(widen(x), 2, axis=-1)  # [B, H, T, D/2] each
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """softmax(q k^T / sqrt(D)) v in each head: a position gathers from those up to itself.  Vaswani et al. 2017.
+
+    Queries and keys are normalised first (QK-norm: Henry et al. 2020, arXiv:2010.04245), which bounds the scores and
+    so allows the high learning rates of the presets.
+    """
+
+    def __init__(self, cfg: Config, rngs: nnx.Rngs):
+        C, D = cfg.n_embd, cfg.n_embd // cfg.n_head
+        self.n_head, self.rope_theta = cfg.n_head, cfg.rope_theta
+        self.q_proj = Linear(C, C, INIT_STD, rngs)
+        self.k_proj = Linear(C, C, INIT_STD, rngs)
+        self.v_proj = Linear(C, C, INIT_STD, rngs)
+        self.o_proj = Linear(C, C, residual_std(cfg), rngs)
+        self.q_norm = RMSNorm(D)
+        self.k_norm = RMSNorm(D)
+
+    def __call__(self, x, positions, cache=None):
+        """x [B, T, C] -> [B, T, C], and the cache of keys and values with those of `positions` written into it."""
+        B, T, C = x.shape
+
+        def heads(y):  # [B, T, C] -> [B, H, T, D]
+            return y.reshape(B, T, self.n_head, -1).swapaxes(1, 2)
+
+        q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
+        q = rope(self.q_norm(q), positions, self.rope_theta)
+        k = rope(self.k_norm(k), positions, self.rope_theta)
+        if cache is not None:
+            k, v = (jax.lax.dynamic_update_slice(old, new, (0, 0, positions[0], 0)) for old, new in zip(cache, (k, v)))
+        may_see = positions[:, None] >= jnp.arange(k.shape[2])  # [T, S]
+        scores = jnp.einsum("bhtd,bhsd->bhts", q, k, preferred_element_type=widen(q).dtype) * q.shape[-1] ** -0.5
+        weights = jax.nn.softmax(jnp.where(may_see, scores, -jnp.inf)).astype(x.dtype)  # [B, H, T, S]
+        y = jnp.einsum("bhts,bhsd->bhtd", weights, v)
+        return self.o_proj(y.swapaxes(1, 2).reshape(B, T, C)), (k, v)
+
+
+class MLP(nnx.Module):
+    """(silu(x W_gate) * x W_up) W_down, silu(z) = z sigmoid(z).  SwiGLU: Shazeer 2020, arXiv:2002.05202."""
+
+    def __init__(self, cfg: Config, rngs: nnx.Rngs):
+        C, F = cfg.n_embd, cfg.n_hidden
+        self.gate_proj = Linear(C, F, INIT_STD, rngs)
+        self.up_proj = Linear(C, F, INIT_STD, rngs)
+        self.down_proj = Linear(F, C, residual_std(cfg), rngs)
+
+    def __call__(self, x):
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))  # [B, T, F] inside
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)): the stream x runs through, each part adds its correction."""
+
+    def __init__(self, cfg: Config, rngs: nnx.Rngs):
+        self.attn_norm = RMSNorm(cfg.n_embd)
+        self.attn = Attention(cfg, rngs)
+        self.mlp_norm = RMSNorm(cfg.n_embd)
+        self.mlp = MLP(cfg, rngs)
+        self.drop = nnx.Dropout(cfg.dropout)
+
+    def __call__(self, x, positions, cache=None, rngs=None):
+        y, cache = self.attn(self.attn_norm(x), positions, cache)
+        x = x + self.drop(y, deterministic=rngs is None, rngs=rngs)
+        y = self.mlp(self.mlp_norm(x))
+        return x + self.drop(y, deterministic=rngs is None, rngs=rngs), cache
+
+
+class GPT(nnx.Module):
+    """Token ids [B, T] -> logits [B, T, V]: for each position, how likely each token is to come next."""
+
+    def __init__(self, cfg: Config, vocab_size: int, rngs: nnx.Rngs, dtype: str = "float32"):
+        self.dtype = jnp.dtype(dtype)
+        self.wte = nnx.Param(EMBED_STD * jax.random.normal(rngs.params(), (vocab_size, cfg.n_embd)))
+        self.h = nnx.data([Block(cfg, rngs) for _ in range(cfg.n_layer)])
+        self.norm = RMSNorm(cfg.n_embd)
+        self.drop = nnx.Dropout(cfg.dropout)
+
+    def __call__(self, tokens: jax.Array, start=0, caches=None, rngs: nnx.Rngs | None = None):
+        """Logits [B, T, V] in float32, and the key/value caches, one pair [B, H, S, D] per block.
+
+        start: position of tokens[:, 0].  With caches, the tokens see what stands there before `start` as well.
+        rngs: Rngs(dropout=key) to train; None, as in evaluation and sampling, drops nothing.
+        """
+        B, T = tokens.shape
+        positions = start + jnp.arange(T)
+        x = self.wte[...][tokens].astype(self.dtype)  # [B, T, C]
+        x = self.drop(x, deterministic=rngs is None, rngs=rngs)
+        new_caches = []
+        for block, cache in zip(self.h, caches or [None] * len(self.h)):
+            x, cache = block(x, positions, cache, rngs)
+            new_caches.append(cache)
+        # The embedding is also the output head (tied: Press & Wolf 2016, arXiv:1608.05859): one array, used twice.
+        rows, wte = self.norm(x).reshape(B * T, -1), self.wte[...].astype(self.dtype)
+        return jnp.dot(rows, wte.T, preferred_element_type=widen(rows).dtype).reshape(B, T, -1), new_caches
