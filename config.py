@@ -66,6 +66,10 @@ class Config:
             a, b = getattr(self, whole), getattr(self, part)
             if a % b:
                 raise UserError(f"{whole} {a} is not divisible by {part} {b}; {whole} {a - a % b + b} would be")
+        if self.min_lr > self.learning_rate:
+            raise UserError(f"min_lr {self.min_lr} is above learning_rate {self.learning_rate}: the cosine would rise")
+        if self.dtype not in (dtypes := ("auto", "float32", "bfloat16")):
+            raise UserError(f"--dtype {self.dtype}: choose from {', '.join(dtypes)}")
         if self.n_embd // self.n_head % 2:
             raise UserError(f"n_embd {self.n_embd} / n_head {self.n_head}: rotary embedding needs an even head width")
 

@@ -150,9 +150,12 @@ def download(url: str, path: Path, sha256: str) -> None:
             r.raise_for_status()
             mode = "ab" if r.status_code == 206 else "wb"
             total = int(r.headers.get("Content-Length", 0)) + (have if mode == "ab" else 0)
-            with open(part, mode) as f, tqdm(
-                desc=path.name, total=total or None, initial=f.tell(), unit="B", unit_scale=True, disable=None
-            ) as bar:
+            with (
+                open(part, mode) as f,
+                tqdm(
+                    desc=path.name, total=total or None, initial=f.tell(), unit="B", unit_scale=True, disable=None
+                ) as bar,
+            ):
                 for chunk in r.iter_content(1 << 16):
                     bar.update(f.write(chunk))
     found = hashlib.sha256(part.read_bytes()).hexdigest()

@@ -1,19 +1,26 @@
 """Shared by all tests: eight fake devices, a small corpus, a small model.
 
-    python -m pytest            everything, without a network, in two minutes on two cores
+python -m pytest            everything, without a network, in two minutes on two cores
 """
 
+import atexit
 import os
-
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["JAX_NUM_CPU_DEVICES"] = "8"  # before jax is imported; subprocesses of the tests inherit it
-
 import random
+import shutil
+import tempfile
 
-import jax
-import pytest
+# Before jax is imported.  Subprocesses of the tests inherit it.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+# Many tests compile the same programs: each is compiled once in a session, into a cache that the session starts empty.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = cache = tempfile.mkdtemp(prefix="jax-cache-")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+atexit.register(shutil.rmtree, cache, ignore_errors=True)
 
-from config import Config
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+from config import Config  # noqa: E402
 
 assert jax.device_count() == 8
 
@@ -38,3 +45,10 @@ def cfg(text_file, tmp_path):
     run = dict(max_steps=20, warmup_steps=5, log_interval=5, eval_interval=10, checkpoint_interval=10, sample_tokens=8)
     rates = dict(learning_rate=1e-2, min_lr=1e-3)
     return Config(dataset=str(text_file), out_dir=str(tmp_path / "run"), **small, **run, **rates)
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    """train.py finds a single device, as on a laptop or a free Colab TPU; compiling for one is quicker, too."""
+    first = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda: first)

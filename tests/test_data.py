@@ -65,7 +65,7 @@ def test_shortest_corpora(extra):
 
 @pytest.mark.parametrize("length", [9, 32, 33, 34, 40, 41, 100])
 def test_evaluation_predicts_every_token_once(length):
-    """All tokens but the first are a target once, whatever is left over at the end; a filled-up place weighs nothing."""
+    """All tokens but the first are a target once, whatever is left over at the end; fillings weigh nothing."""
     targets = [b[:, 1:][w > 0] for b, w in eval_batches(np.arange(length), small())]
     assert (np.sort(np.concatenate(targets)) == np.arange(1, length)).all()
     shapes = {(b.shape, w.shape) for b, w in eval_batches(np.arange(length), small())}
@@ -106,7 +106,8 @@ def test_first_nine_tenths_train_the_rest_validates(tmp_path):
 def test_text_is_utf8_whatever_the_locale(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("naïve Ω 🙂\n" * 50, encoding="utf-8")
-    code = f"import data, config; print(ascii(data.load_corpus(config.Config(dataset={str(path)!r}, block_size=8)).tokenizer.symbols))"
+    cfg = f"Config(dataset={str(path)!r}, block_size=8)"
+    code = f"import data; from config import Config; print(ascii(data.load_corpus({cfg}).tokenizer.symbols))"
     env = {"PATH": "/usr/bin", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
     assert eval(out) == "".join(sorted(set("naïve Ω 🙂\n")))

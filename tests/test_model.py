@@ -65,11 +65,11 @@ def call(model, *args):
     return model(*args)
 
 
-def roughen(model, key=jax.random.key(7)):
+def roughen(model):
     """Random norm scales and larger matrices, so that no factor is one and no term is small by accident."""
     graph, params = nnx.split(model)
     leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(key, len(leaves))
+    keys = jax.random.split(jax.random.key(7), len(leaves))
     leaves = [x * 10 if x.ndim > 1 else x + 0.3 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys)]
     return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
 
@@ -121,7 +121,7 @@ def float64():
 
 
 def test_gradients_equal_finite_differences(cfg):
-    """In float64, the central difference (loss(p + h d) - loss(p - h d)) / 2h equals grad . d for a random direction d of every parameter."""
+    """In float64, (loss(p + h d) - loss(p - h d)) / 2h equals grad . d for a random direction d of each parameter."""
     with float64():
         cfg = replace(cfg, n_embd=8, block_size=8)
         model = roughen(GPT(cfg, V, nnx.Rngs(0), "float64"))
@@ -154,7 +154,7 @@ def test_untrained_loss_is_near_ln_v(seed):
 
 
 def test_bfloat16_keeps_logits_and_norms_in_float32(cfg):
-    """Products are computed in bfloat16, logits come out in float32, close to and different from the float32 model's."""
+    """Products are computed in bfloat16; logits come out in float32, close to the float32 model's but not equal."""
     tokens = np.random.default_rng(0).integers(0, V, (2, cfg.block_size))
     exact, half = (call(roughen(GPT(cfg, V, nnx.Rngs(0), dtype)), tokens)[0] for dtype in ("float32", "bfloat16"))
     assert half.dtype == jnp.float32

@@ -1,0 +1,169 @@
+"""What a run tells the person who watches it: the banner, the log lines, metrics.jsonl and loss.png.
+
+Nothing here is needed to train; train.py calls it, and the files before it do not know it.
+"""
+
+import io
+import json
+import math
+import time
+
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from checkpoint import run_path, write_whole
+from config import Config
+from data import Corpus
+
+RULE = "-" * 60
+NO_ACCELERATOR = """\
+****************************************************************************
+*  NO TPU OR GPU HERE.  On this CPU the run would take about {hours:,.1f} hours.
+*  Colab:   Runtime > Change runtime type > v5e-1 TPU, and run the cells again
+*  Kaggle:  Settings > Accelerator > TPU v5e-8, and run the cells again
+*  or train a model that suits a CPU:  python train.py --preset nano
+****************************************************************************"""
+
+
+def flops_per_token(cfg: Config, n_params: int) -> int:
+    """Forward and backward: 6 per parameter, and 12 L C T for attention's scores and sums.  This is PaLM's count
+    (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): it includes the half of the scores that the mask discards."""
+    return 6 * n_params + 12 * cfg.n_layer * cfg.n_embd * cfg.block_size
+
+
+def hours_on_this_cpu(flops: float) -> float:
+    """An estimate: these FLOPs at 0.4 of the rate of one large matrix product, measured here and now."""
+    product, a, seconds = jax.jit(lambda a: a @ a), jnp.ones((1024, 1024)), []
+    for _ in range(4):  # the first one compiles
+        start = time.perf_counter()
+        product(a).block_until_ready()
+        seconds.append(time.perf_counter() - start)
+    return flops / (0.4 * 2 * 1024**3 / min(seconds)) / 3600
+
+
+def banner(cfg: Config, hw, corpus: Corpus, n_params: int, start: int) -> str:
+    """Everything that is asked first about a log."""
+    tokens, V = cfg.batch_size * cfg.block_size, corpus.tokenizer.vocab_size
+    lines = [
+        f"devices   {hw.description}; jax {jax.__version__}",
+        f"model     {cfg.n_layer} layers, {cfg.n_embd} wide, {cfg.n_head} heads, context {cfg.block_size}:"
+        f" {n_params:,} parameters",
+        f"corpus    {corpus.name}: {len(corpus.train):,} tokens to train on, {len(corpus.val):,} to validate on;"
+        f" {V} symbols ({corpus.tokenizer.kind})",
+        f"step      {cfg.batch_size} x {cfg.block_size} = {tokens:,} tokens; an epoch is"
+        f" {len(corpus.train) / tokens:,.1f} steps, the run {cfg.max_steps * tokens / len(corpus.train):,.1f} epochs",
+        f"run       {cfg.out_dir}, {f'going on after step {start:,} of' if start else 'new,'} {cfg.max_steps:,} steps",
+        f"loss      should start near ln {V} = {math.log(V):.2f}, where every symbol is as likely as any other",
+    ]
+    if corpus.note:
+        lines.append(f"NOTE      {corpus.note}")
+    flops = flops_per_token(cfg, n_params) * tokens * (cfg.max_steps - start)
+    if hw.on_cpu and (hours := hours_on_this_cpu(flops)) > 0.5:
+        lines.append(NO_ACCELERATOR.format(hours=hours))
+    return "\n".join(lines)
+
+
+def duration(seconds: float) -> str:
+    m, s = divmod(round(seconds), 60)
+    return f"{m // 60}h{m % 60:02}m" if m >= 60 else f"{m}m{s:02}s"
+
+
+class Screen:
+    """Log lines on stdout; on a terminal also a progress bar, on stderr.  Keeps the clock that tokens/s come from."""
+
+    def __init__(self, cfg: Config, start: int):
+        self.cfg, self.start, self.begun = cfg, start, None
+        self.opened = time.perf_counter()
+        self.restart_clock()
+        self.bar = tqdm(total=cfg.max_steps, initial=start, unit="step", disable=None, dynamic_ncols=True)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.bar.close()
+
+    def write(self, text: str) -> None:
+        self.bar.write(text)
+
+    def stepped(self, state) -> None:
+        """A step was dispatched.  The first one is waited for: it compiled, and no rate shall include that."""
+        self.bar.update()
+        self.timed += 1
+        if self.begun is None:
+            jax.block_until_ready(state)
+            self.begun = time.perf_counter()
+            self.write(f"compiled, and the first step done, in {self.begun - self.opened:.1f} s")
+            self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Between two calls only steps are timed, no evaluation or checkpoint."""
+        self.mark, self.timed = time.perf_counter(), 0
+
+    def log(self, step: int, now: dict, flops_per_step: float, peak_flops: float | None) -> dict:
+        """Print the line of `step` and return its record.  The device has been waited for just before."""
+        seconds, done = time.perf_counter() - self.mark, step - self.start
+        rate = self.timed * self.cfg.batch_size * self.cfg.block_size / seconds if self.timed else None
+        parts = [f"step {step}", f"loss {now['loss']:.4f}", f"lr {now['lr']:.1e}"]
+        if rate:
+            parts.append(f"{rate:,.0f} tok/s")
+            if peak_flops:
+                parts.append(f"mfu {self.timed * flops_per_step / seconds / peak_flops:.1%}")
+        if done > 1:  # the first step of this process was not timed
+            left = (time.perf_counter() - self.begun) / (done - 1) * (self.cfg.max_steps - step)
+            parts.append("eta " + duration(left))
+        self.write(" | ".join(parts))
+        self.restart_clock()
+        return dict(step=step, loss=now["loss"], lr=now["lr"], tokens_per_second=rate, grad_norm=now["grad_norm"])
+
+    def evaluation(self, step: int, val_loss: float, text: str) -> None:
+        self.write(f"step {step} | val_loss {val_loss:.4f}\n{RULE}\n{text}\n{RULE}")
+
+
+def trace(cfg: Config, steps_done: int, screen: Screen) -> None:
+    """With --profile: record what the device does in steps 10 to 15 of this process."""
+    folder = str(run_path(cfg.out_dir) / "profile")
+    if steps_done == 10:
+        jax.profiler.start_trace(folder)
+    elif steps_done == 15:
+        jax.profiler.stop_trace()
+        screen.write(f"trace written; look at it with: pip install xprof && xprof {folder}")
+
+
+class Metrics:
+    """metrics.jsonl and loss.png.  Opened at step n, it drops what an interrupted run wrote after its checkpoint n."""
+
+    def __init__(self, out_dir: str, start: int):
+        self.folder, self.records = run_path(out_dir), []
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.path = self.folder / "metrics.jsonl"
+        for line in self.path.read_text().splitlines() if self.path.exists() else ():
+            try:
+                record = json.loads(line)
+            except ValueError:  # the last line of a run that was killed while writing it
+                continue
+            # An evaluation at n itself is made again, for the run may have died between it and its checkpoint.
+            if record["step"] < start or (record["step"] == start and "loss" in record):
+                self.records.append(record)
+        write_whole(self.path, "".join(json.dumps(r) + "\n" for r in self.records).encode())
+
+    def add(self, record: dict) -> None:
+        self.records.append(record)
+        with self.path.open("a") as f:
+            f.write(json.dumps(record) + "\n")
+
+    def plot(self) -> None:
+        from matplotlib.figure import Figure  # loaded when first needed; without pyplot it asks for no display
+
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        axes = figure.subplots()
+        for key, label, style in ("loss", "training", "-"), ("val_loss", "validation", "o-"):
+            if points := [(r["step"], r[key]) for r in self.records if key in r]:
+                axes.plot(*zip(*points), style, label=f"{label}, now {points[-1][1]:.3f}")
+        axes.set(xlabel="step", ylabel="loss (nats per token)")
+        axes.grid(alpha=0.3)
+        axes.legend()
+        png = io.BytesIO()
+        figure.savefig(png, format="png", dpi=120)
+        write_whole(self.folder / "loss.png", png.getvalue())

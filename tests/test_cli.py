@@ -1,0 +1,131 @@
+"""The two scripts as a user runs them, in processes of their own: exit codes, streams, signals."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import config
+from config import PRESETS, Config, UserError, parse
+from sample import SampleConfig
+
+ROOT = Path(config.__file__).parent
+SMALL = "--n_layer 1 --n_head 2 --n_embd 32 --block_size 16 --batch_size 16 --sample_tokens 8 --log_interval 10".split()
+
+
+def script(name, *flags, **env):
+    command = [sys.executable, str(ROOT / f"{name}.py"), *map(str, flags)]
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1", **env}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, encoding="utf-8")
+
+
+def finish(process):
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def test_train_resume_and_sample(text_file, tmp_path):
+    """The README's commands in a row; the last one on a console that knows ASCII only."""
+    flags = [*SMALL, "--dataset", text_file, "--out_dir", tmp_path / "run"]
+    code, out, err = finish(script("train", *flags, "--max_steps", 10))
+    assert (code, err) == (0, "") and "step 10 | val_loss" in out
+    code, out, err = finish(script("train", *flags, "--max_steps", 20))
+    assert code == 0 and "going on after step 10 of 20" in out and "max_steps 10 -> 20" in out
+    ask = ["--out_dir", tmp_path / "run", "--prompt", "ROMEO:", "--max_new_tokens", 30]
+    code, out, err = finish(script("sample", *ask, PYTHONIOENCODING="ascii"))
+    assert code == 0 and re.fullmatch(r"(?s)ROMEO:.{30}\n", out)
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_ends_a_run_in_good_order(text_file, tmp_path, number, code):
+    """The step is finished and saved, the exit code is the signal's, and the same command goes on from that step."""
+    flags = [*SMALL, "--dataset", text_file, "--out_dir", tmp_path / "run"]
+    flags += ["--eval_interval", 1_000_000, "--checkpoint_interval", 1_000_000]
+    process = script("train", *flags, "--max_steps", 1_000_000)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while not (metrics.exists() and '"loss"' in metrics.read_text()):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(number)
+    returned, out, err = finish(process)
+    assert returned == code and err == ""
+    step = int(re.search(r"stopped by SIG\w+ after step ([\d,]+)", out).group(1).replace(",", ""))
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == [str(step)]
+    _, out, _ = finish(script("train", *flags, "--max_steps", step + 5))
+    assert f"going on after step {step:,} of {step + 5:,}" in out
+
+
+@pytest.mark.parametrize(
+    "name, flags, says",
+    [
+        ("train", ["--learnin_rate", "1"], "unknown flag --learnin_rate; did you mean --learning_rate?"),
+        ("train", ["--max_steps", "many"], "argument --max_steps: invalid int value: 'many'"),
+        ("train", ["--dataset", "/none.txt"], "--dataset /none.txt: No such file or directory"),
+        ("sample", ["--out_dir", "/none"], "no checkpoint in /none; train first: python train.py"),
+    ],
+)
+def test_bad_use_is_one_line_and_exit_code_2(tmp_path, name, flags, says):
+    if name == "train":
+        flags = [*flags, "--out_dir", tmp_path / "run"]
+    code, out, err = finish(script(name, *flags))
+    assert code == 2 and out == ""
+    assert err.startswith(f"error: {says}") and err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("cls", [Config, SampleConfig])
+def test_help_shows_every_knob_with_default_and_meaning(cls, capsys):
+    with pytest.raises(SystemExit) as e:
+        parse(cls, ["--help"], "doc", fresh="start over")
+    assert e.value.code == 0
+    out = capsys.readouterr().out
+    for f in fields(cls):
+        assert re.search(rf"--{f.name}\s[^-]*{re.escape(f.metadata['meaning'])}", out), f.name
+        assert repr(f.default) in out
+    assert "--fresh" in out and all(f"preset {name}" in out for name in PRESETS)
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (["--n_embd", "100"], "n_embd 100 is not divisible by n_head 6; n_embd 102 would be"),
+        (["--n_embd", "18"], "n_embd 18 / n_head 6: rotary embedding needs an even head width"),
+        (["--batch_size", "10", "--grad_accum", "4"], "batch_size 10 is not divisible by grad_accum 4"),
+        (["--dropout", "1"], "--dropout 1.0: must be less than 1"),
+        (["--learning_rate", "nan"], "--learning_rate nan: must be 0"),
+        (["--learning_rate", "inf"], "--learning_rate inf: must be 0"),
+        (["--min_lr", "1"], "min_lr 1.0 is above learning_rate 0.001"),
+        (["--block_size", "1"], "--block_size 1: must be 2 or more"),
+        (["--dtype", "float8"], "--dtype float8: choose from auto, float32, bfloat16"),
+        (["--preset", "medium"], "--preset medium: choose from nano, tiny"),
+        (["--max_step", "5"], "unknown flag --max_step; did you mean --max_steps?"),
+        (["5"], "unknown flag 5; --help lists them all"),
+    ],
+)
+def test_bad_knobs_are_refused(flags, says):
+    with pytest.raises(UserError) as e:
+        parse(Config, flags, "")
+    assert str(e.value).startswith(says)
+
+
+def test_flags_go_over_presets_and_presets_over_defaults():
+    cfg, on = parse(Config, ["--preset=nano", "--n_layer", "3", "--fresh"], "", fresh="", profile="")
+    assert (cfg.n_layer, cfg.dropout, cfg.seed) == (3, PRESETS["nano"]["dropout"], Config.seed)
+    assert cfg.out_dir == os.path.join("out", "nano") and on == {"fresh": True, "profile": False}
+
+
+def test_every_knob_is_read_somewhere():
+    """A knob that no line reads would be a lie."""
+    modules = "config data model checkpoint sample report train".split()
+    code = "".join((ROOT / f"{name}.py").read_text() for name in modules)
+    for f in fields(Config):
+        assert re.search(rf"\b(cfg|self)\.{f.name}\b|\"{f.name}\"", code), f.name
+    for f in fields(SampleConfig):
+        assert f.name == "preset" or f"how.{f.name}" in code, f.name

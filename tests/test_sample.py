@@ -1,0 +1,200 @@
+"""sample.py: the cache against whole-sequence passes, the distributions, and the command line."""
+
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import sample
+import train
+from config import UserError, parse
+from data import load_corpus
+from model import GPT
+from sample import SampleConfig, choose, generate
+
+V = 20
+
+
+@pytest.fixture(scope="module")
+def model_of():
+    """cfg -> a model that has opinions: larger weights than at the start of training."""
+
+    def make(cfg):
+        graph, params = nnx.split(GPT(cfg, V, nnx.Rngs(3)))
+        return nnx.merge(graph, jax.tree.map(lambda x: x * 20 if x.ndim > 1 else x, params))
+
+    return make
+
+
+def text_of(model, cfg, prompt, **how):
+    return np.concatenate([*generate(model, cfg, np.asarray(prompt), SampleConfig(**how))], axis=1)
+
+
+@pytest.mark.parametrize("length", [1, 5, 15, 16, 17, 40])
+def test_greedy_text_equals_whole_sequence_passes(cfg, model_of, length):
+    """With a context of 16: prompts shorter than, equal to and longer than it, and texts that outgrow it twice.
+
+    The oracle has no cache.  It keeps the same window: all the text, until it has block_size tokens and one more is to
+    come; then the last half of the window.
+    """
+    model = model_of(cfg)
+    forward = jax.jit(lambda model, tokens: model(tokens)[0])
+    prompt = np.random.default_rng(length).integers(0, V, length)
+    window, expected = list(prompt if length <= 16 else prompt[-8:]), []
+    for _ in range(30):
+        padded = np.zeros((1, 16), int)
+        padded[0, : len(window)] = window
+        expected.append(int(forward(model, padded)[0, len(window) - 1].argmax()))
+        window.append(expected[-1])
+        if len(window) > 16:
+            window = window[-8:]
+    assert len(set(expected)) > 2
+    assert text_of(model, cfg, prompt, max_new_tokens=30, temperature=0.0)[0].tolist() == expected
+
+
+def test_prefill_in_chunks_equals_one_pass(cfg, model_of, monkeypatch):
+    """A prompt longer than a chunk is read chunk by chunk; the caches then hold what a single pass computes."""
+    cfg = replace(cfg, block_size=160)
+    model, prompt = model_of(cfg), np.random.default_rng(0).integers(0, V, 150)
+    _, whole = model(prompt[None, :-1])
+    graph, params = nnx.split(model)
+    caches = sample.empty_caches(cfg, 1, jnp.float32)
+    for i in range(0, 149, sample.PREFILL):
+        chunk = np.zeros((1, sample.PREFILL), np.int32)
+        chunk[0, : len(prompt[i : i + sample.PREFILL])] = prompt[i : i + sample.PREFILL]
+        caches = sample.prefill(graph, params, caches, chunk, np.int32(i))
+    for cached, exact in zip(jax.tree.leaves(caches), jax.tree.leaves(whole)):
+        np.testing.assert_allclose(cached[:, :, :149], exact, atol=1e-4)
+
+
+def test_two_programs_whatever_the_lengths(cfg, model_of):
+    """One compilation of prefill and one of decode serve short and long prompts and texts."""
+    model = model_of(replace(cfg, block_size=48))
+    sizes = []
+    for length, n in (2, 3), (30, 50), (200, 120):
+        text_of(model, replace(cfg, block_size=48), np.arange(length) % V, max_new_tokens=n)
+        sizes.append((sample.prefill._cache_size(), sample.decode._cache_size()))
+    assert sizes[0] == sizes[1] == sizes[2]
+
+
+def test_seeds_and_rows(cfg, model_of):
+    """Same seed, same text, however many tokens are asked for; another seed, another text; rows of a batch differ."""
+    model, prompt = model_of(cfg), [1, 2, 3]
+    a = text_of(model, cfg, prompt, max_new_tokens=40, temperature=2.0)
+    assert a.shape == (1, 40)
+    assert (a == text_of(model, cfg, prompt, max_new_tokens=40, temperature=2.0)).all()
+    assert (a[:, :7] == text_of(model, cfg, prompt, max_new_tokens=7, temperature=2.0)).all()
+    assert (a != text_of(model, cfg, prompt, max_new_tokens=40, temperature=2.0, seed=1)).any()
+    rows = text_of(model, cfg, prompt, max_new_tokens=40, temperature=2.0, num_samples=3)
+    assert len({tuple(row) for row in rows}) == 3
+
+
+def frequencies(temperature=1.0, top_k=2**30, top_p=1.0, n=40_000):
+    """How often each token of P is chosen in n draws."""
+    logits = jnp.tile(jnp.log(P), (n, 1))
+    drawn = choose(logits, jax.random.key(0), temperature, top_k, top_p)
+    return np.bincount(drawn, minlength=len(P))
+
+
+P = np.array([0.02, 0.4, 0.1, 0.3, 0.18])
+
+
+@pytest.mark.parametrize(
+    "how, expected",
+    [
+        (dict(), P),
+        (dict(temperature=0.5), P**2),
+        (dict(temperature=2.0), P**0.5),
+        (dict(top_k=2), [0, 0.4, 0, 0.3, 0]),
+        (dict(top_k=99), P),
+        (dict(top_p=0.75), [0, 0.4, 0, 0.3, 0.18]),  # 0.4 + 0.3 is not yet 0.75, so the third is needed
+        (dict(top_p=0.65), [0, 0.4, 0, 0.3, 0]),
+        (dict(top_p=1e-9), [0, 1, 0, 0, 0]),
+        (dict(top_k=3, top_p=0.7), [0, 0.4, 0, 0.3, 0]),  # of 0.88 left by top_k, 0.4 / 0.88 is less than 0.7
+        (dict(temperature=0.0), [0, 1, 0, 0, 0]),
+        (dict(temperature=0.0, top_k=3), [0, 1, 0, 0, 0]),
+    ],
+)
+def test_draws_have_the_right_distribution(how, expected):
+    """Chi-square of 40,000 draws against the closed form; 25 is passed by chance once in 20,000 (4 degrees)."""
+    expected = np.array(expected, float) / np.sum(expected)
+    seen = frequencies(**how)
+    assert (seen[expected == 0] == 0).all()
+    some = expected > 0
+    assert ((seen - 40_000 * expected)[some] ** 2 / (40_000 * expected[some])).sum() < 25
+
+
+def test_weights_that_are_not_finite_are_an_error(cfg, model_of):
+    graph, params = nnx.split(model_of(cfg))
+    broken = nnx.merge(graph, jax.tree.map(lambda x: x * jnp.nan, params))
+    with pytest.raises(UserError, match="not finite"):
+        text_of(broken, cfg, [1], max_new_tokens=5)
+
+
+# --- the command line ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(text_file, tmp_path_factory):
+    """The out_dir of a run of a few steps."""
+    from config import Config
+
+    small = dict(n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=16, max_steps=4, sample_tokens=0)
+    cfg = Config(dataset=str(text_file), out_dir=str(tmp_path_factory.mktemp("trained") / "run"), **small)
+    assert train.train(cfg) == 0
+    return cfg
+
+
+def test_stdout_is_the_prompt_the_text_and_a_newline(trained, capsys):
+    """Nothing but text on stdout, and the rest on stderr; the text is what generate() makes."""
+    sample.main(["--out_dir", trained.out_dir, "--prompt", "ROMEO:", "--max_new_tokens", "25", "--temperature", "0"])
+    out, err = capsys.readouterr()
+    assert out.startswith("ROMEO:") and out.endswith("\n") and len(out) == 6 + 25 + 1
+    assert "step 4" in err and "tokens/s" in err
+
+
+def test_samples_are_set_apart(trained, capsys):
+    sample.main(["--out_dir", trained.out_dir, "--prompt", "R", "--max_new_tokens", "5", "--num_samples", "3"])
+    out = capsys.readouterr().out
+    assert re.fullmatch(r"(?s)R.{5}\n-+\nR.{5}\n-+\nR.{5}\n", out)
+
+
+def test_corpus_is_not_needed(trained, capsys, monkeypatch):
+    monkeypatch.setattr("pathlib.Path.read_bytes", None)
+    assert load_corpus is not None
+    sample.main(["--out_dir", trained.out_dir, "--prompt", "R", "--max_new_tokens", "0"])
+    assert capsys.readouterr().out == "R\n"
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (["--prompt", "ROMÉO#"], "never saw: '#' 'É'"),
+        (["--prompt", ""], "--prompt is empty"),
+        (["--temperature", "-1"], "--temperature -1.0: must be 0 or more"),
+        (["--temperature", "nan"], "--temperature nan"),
+        (["--temperature", "hot"], "--temperature: invalid float value: 'hot'"),
+        (["--top_k", "-2"], "--top_k -2: must be 0 or more"),
+        (["--num_samples", "0"], "--num_samples 0: must be 1 or more"),
+        (["--which", "worst"], "--which worst: choose from best, latest"),
+        (["--temprature", "1"], "unknown flag --temprature; did you mean --temperature?"),
+    ],
+)
+def test_bad_flags_are_refused(trained, flags, says):
+    with pytest.raises(UserError) as e:
+        sample.main(["--out_dir", trained.out_dir, *flags])
+    assert says in str(e.value)
+
+
+def test_without_a_checkpoint_it_says_what_to_do(tmp_path, monkeypatch):
+    (tmp_path / "out" / "nano" / "checkpoints" / "10").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"train first: python train.py --preset tiny \(trained so far: nano\)"):
+        sample.main(["--preset", "tiny"])
+    with pytest.raises(UserError, match="choose from nano, tiny"):
+        sample.main(["--preset", "huge"])
+    assert parse(SampleConfig, [], "")[0].out_dir.endswith("tiny")

@@ -1,0 +1,389 @@
+"""train.py: the schedule, the step, the mesh and the loop."""
+
+import json
+import logging
+import math
+import re
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import checkpoint
+import train
+from config import Config, UserError
+from data import get_batch, load_corpus
+from report import flops_per_token
+
+ROOT = Path(train.__file__).parent
+
+
+def setup(cfg):
+    """(corpus, hardware, initial state, step) as train() makes them."""
+    corpus = load_corpus(cfg)
+    init = train.make_init_state(cfg, corpus.tokenizer.vocab_size)
+    hw = train.make_mesh_and_shardings(cfg, init)
+    graph = train.model_graph(cfg, corpus.tokenizer.vocab_size, hw.dtype)
+    return corpus, hw, jax.jit(init, out_shardings=hw.state)(), train.make_train_step(cfg, graph, hw)
+
+
+def run_steps(cfg, n):
+    """Losses of n steps (log_interval must be 1) and the final state."""
+    corpus, hw, state, step = setup(cfg)
+    losses = []
+    for i in range(n):
+        state, metrics = step(state, jax.device_put(get_batch(corpus.train, cfg, i), hw.batch), np.int32(i))
+        losses.append(float(metrics["loss"]))
+    return losses, state
+
+
+def records(cfg):
+    return [json.loads(line) for line in Path(cfg.out_dir, "metrics.jsonl").read_text().splitlines()]
+
+
+def flat(tree):
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+# --- schedule and optimiser ------------------------------------------------------------------------------------------
+
+
+def test_learning_rate_follows_its_formula(cfg):
+    cfg = replace(cfg, warmup_steps=10, max_steps=100, learning_rate=2.0, min_lr=0.5)
+    rate = train.learning_rate(cfg)
+    for s in range(1, 101):
+        cosine = 0.5 + 1.5 * (1 + math.cos(math.pi * (s - 10) / 91)) / 2
+        assert rate(s - 1) == pytest.approx(2.0 * s / 10 if s <= 10 else cosine, rel=1e-5)
+
+
+@pytest.mark.parametrize("warmup, steps", [(0, 1), (0, 20), (5, 3), (100, 20), (20, 20), (1, 1)])
+def test_learning_rate_is_positive_and_finite(cfg, warmup, steps):
+    """Also in the first step, in the last, and when the run is shorter than the warmup."""
+    rate = train.learning_rate(replace(cfg, warmup_steps=warmup, max_steps=steps))
+    rates = np.array([float(rate(i)) for i in range(steps)])
+    assert (rates > 0).all() and (rates <= cfg.learning_rate).all()
+
+
+def test_weight_decay_is_on_matrices_only(cfg):
+    """With gradients of zero an AdamW step is decay alone: matrices shrink by lr * decay, norm scales stay."""
+    cfg = replace(cfg, weight_decay=10.0, warmup_steps=0, max_steps=1000)
+    params = {"matrix": jnp.ones((2, 2)), "scale": jnp.ones(2)}
+    optimizer = train.make_optimizer(cfg)
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    np.testing.assert_allclose(updates["matrix"], -cfg.learning_rate * 10.0, rtol=1e-4)
+    assert (updates["scale"] == 0).all()
+
+
+def test_gradient_is_clipped_to_its_norm(cfg):
+    """Adam does not see the length of a gradient, but its moments do: they are those of a vector of length 1."""
+    params = {"w": jnp.zeros((3, 3))}
+    optimizer = train.make_optimizer(replace(cfg, grad_clip=1.0))
+    _, state = optimizer.update({"w": jnp.full((3, 3), 100.0)}, optimizer.init(params), params)
+    mu = next(x for name, x in flat(state).items() if ".mu" in name)
+    assert np.linalg.norm(mu) == pytest.approx((1 - cfg.beta1) * 1.0, rel=1e-4)
+
+
+# --- the step --------------------------------------------------------------------------------------------------------
+
+
+def test_one_batch_can_be_learned_by_heart(one_device, cfg):
+    """300 steps on one batch: the loss falls from ln V to next to nothing."""
+    cfg = replace(cfg, dropout=0.0, max_steps=300, log_interval=1)
+    corpus, hw, state, step = setup(cfg)
+    batch = jax.device_put(get_batch(corpus.train, cfg, 0), hw.batch)
+    state, metrics = step(state, batch, np.int32(0))
+    assert abs(float(metrics["loss"]) - math.log(corpus.tokenizer.vocab_size)) < 0.1
+    for i in range(1, 300):
+        state, metrics = step(state, batch, np.int32(i))
+    assert float(metrics["loss"]) < 0.1
+
+
+def test_step_is_compiled_once_and_takes_over_its_state(one_device, cfg, caplog):
+    """One "Finished XLA compilation" of each program in a run with three evaluations; the old state is given up."""
+    jax.clear_caches()
+    jax.config.update("jax_log_compiles", True)
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert train.train(cfg) == 0
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    compiled = [re.search(r"XLA compilation of (\S+)", r.getMessage()) for r in caplog.records]
+    names = [m.group(1) for m in compiled if m]
+    for name in "train_step", "eval_step", "decode":
+        assert sum(name in n for n in names) == 1, (name, names)
+    corpus, hw, state, step = setup(cfg)
+    new, _ = step(state, jax.device_put(get_batch(corpus.train, cfg, 0), hw.batch), np.int32(0))
+    assert all(x.is_deleted() for x in jax.tree.leaves(state.params))
+    assert jax.tree.map(lambda x: x.sharding, new) == jax.tree.map(lambda x: x.sharding, state)
+
+
+def test_loop_fetches_nothing_between_log_lines(one_device, cfg, monkeypatch):
+    """The device is read at log lines, evaluations and checkpoints; the steps in between are only dispatched."""
+    from jax._src.array import ArrayImpl
+
+    value, fetches, log = ArrayImpl._value, [0], []
+
+    def counted(array):
+        fetches[0] += 1
+        return value.fget(array)
+
+    def noted(*args):
+        log.append(fetches[0])
+        return get_batch(*args)
+
+    monkeypatch.setattr(ArrayImpl, "_value", property(counted))
+    monkeypatch.setattr(train, "get_batch", noted)
+    assert train.train(replace(cfg, log_interval=10, eval_interval=20, checkpoint_interval=20)) == 0
+    assert len(log) == 20
+    between = np.diff(log)  # fetches from one batch to the next
+    assert (between[:9] == 0).all() and (between[10:] == 0).all() and between[9] > 0
+
+
+def test_dropout_mask_follows_the_step(one_device, cfg):
+    """The same batch from the same parameters has another loss at another step, and the same loss at the same step."""
+    cfg = replace(cfg, dropout=0.5, log_interval=1)
+    corpus, hw, _, step = setup(cfg)
+    batch = jax.device_put(get_batch(corpus.train, cfg, 0), hw.batch)
+
+    def loss(at):
+        state = jax.jit(train.make_init_state(cfg, corpus.tokenizer.vocab_size), out_shardings=hw.state)()
+        return float(step(state._replace(step=jnp.int32(at)), batch, np.int32(at))[1]["loss"])
+
+    assert loss(3) == loss(3) != loss(4)
+
+
+def test_micro_batches_add_up_to_the_batch(one_device, cfg):
+    """grad_accum 2 makes the same updates as one big batch, one optimiser step for two micro-batches."""
+    cfg = replace(cfg, dropout=0.0, log_interval=1)
+    whole, a = run_steps(cfg, 5)
+    parts, b = run_steps(replace(cfg, grad_accum=2), 5)
+    np.testing.assert_allclose(parts, whole, rtol=1e-5)
+    assert int(b.step) == 5
+    for x, y in zip(jax.tree.leaves(a.params), jax.tree.leaves(b.params)):
+        np.testing.assert_allclose(x, y, atol=1e-4)
+
+
+# --- devices ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fsdp, tensor", [(1, 1), (8, 1), (4, 2)])
+def test_eight_devices_compute_what_one_does(cfg, fsdp, tensor, request):
+    """The same batches and dropout give the same losses, however arrays are cut; and large ones really are cut."""
+    cfg = replace(cfg, log_interval=1, dropout=0.2)
+    eight, state = run_steps(replace(cfg, fsdp=fsdp, tensor=tensor), 6)
+    kernel = state.opt_state[1][0].mu["h"][0]["mlp"]["up_proj"]["kernel"][...]
+    C, F = kernel.shape
+    assert kernel.addressable_shards[0].data.shape == (C // fsdp, F // tensor)
+    request.getfixturevalue("one_device")
+    one, _ = run_steps(cfg, 6)
+    np.testing.assert_allclose(eight, one, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "knobs, says",
+    [
+        (dict(batch_size=12), "12 rows .* 8 groups .* --batch_size 16"),
+        (dict(batch_size=20), "--batch_size 16"),
+        (dict(batch_size=16, grad_accum=4), "--batch_size 32"),
+        (dict(fsdp=3), "8 devices .* --fsdp 3"),
+        (dict(tensor=4), "n_head 2 .* --tensor 4"),
+        (dict(n_embd=36, fsdp=8), "n_embd 36 .* --fsdp 8"),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_both_numbers(cfg, knobs, says):
+    cfg = replace(cfg, **knobs)
+    with pytest.raises(UserError, match=says):
+        train.make_mesh_and_shardings(cfg, train.make_init_state(cfg, 65))
+
+
+def test_hardware_is_known_to_one_function():
+    """No other line of the program speaks of devices, platforms, processes or shardings."""
+    words = r"jax\.sharding|PartitionSpec|NamedSharding|Mesh\b|device_count|devices\(|process_index|device_kind"
+    words += r"|platform\b|distributed"
+    inside = False
+    for name in "config", "data", "model", "checkpoint", "sample", "report", "train":
+        for line in (ROOT / f"{name}.py").read_text().splitlines():
+            if re.match(r"(def|class) ", line):
+                inside = line.startswith("def make_mesh_and_shardings")
+            assert inside or not re.search(words, line), f"{name}.py: {line}"
+        inside = False
+
+
+# --- evaluation ------------------------------------------------------------------------------------------------------
+
+
+def test_evaluation_is_the_mean_over_the_whole_split(cfg):
+    """Equal to a plain sum over windows of any length, ragged tail included, whatever the batch."""
+    corpus, hw, state, _ = setup(cfg)
+    graph = train.model_graph(cfg, corpus.tokenizer.vocab_size, "float32")
+    eval_step = train.make_eval_step(graph)
+    val = corpus.val[: 16 * 5 + 7]
+    total, T = 0.0, cfg.block_size
+    for start in range(0, len(val) - 1, T):
+        window = val[start : start + T + 1].astype(np.int32)[None]
+        logits, _ = nnx.merge(graph, state.params)(window[:, :-1])
+        shares = jax.nn.log_softmax(logits)[0]
+        total -= float(shares[np.arange(len(shares)), window[0, 1:]].sum())
+    expected = total / (len(val) - 1)
+    assert train.evaluate(eval_step, state.params, val, cfg, hw) == pytest.approx(expected, rel=1e-5)
+    halved = replace(cfg, batch_size=8)
+    assert train.evaluate(eval_step, state.params, val, halved, hw) == pytest.approx(expected, rel=1e-5)
+
+
+# --- the loop --------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_from_start_to_end(one_device, cfg, capsys):
+    """Banner, log lines, samples, metrics, curve, checkpoints at and off the interval, and the command to sample."""
+    assert train.train(replace(cfg, max_steps=23)) == 0
+    out = capsys.readouterr().out
+    for says in (
+        "1 x cpu as data 1 x fsdp 1 x tensor 1, float32",
+        f"{load_corpus(cfg).tokenizer.vocab_size} symbols (char)",
+        "16 x 16 = 256 tokens",
+        "compiling...",
+        f"python sample.py --out_dir {cfg.out_dir}",
+    ):
+        assert says in out, says
+    lines = re.findall(r"^step (\d+) \| loss \d\.\d{4} \| lr \d\.\de-\d\d \| [\d,]+ tok/s \| eta \d+m\d\ds$", out, re.M)
+    assert lines == ["5", "10", "15", "20", "23"]
+    found = records(cfg)
+    assert [r["step"] for r in found if "val_loss" in r] == [0, 10, 20, 23]
+    assert [r["step"] for r in found if "loss" in r] == [5, 10, 15, 20, 23]
+    assert all(set(r) == {"step", "loss", "lr", "tokens_per_second", "grad_norm"} for r in found if "loss" in r)
+    losses = [r["val_loss"] for r in found if "val_loss" in r]
+    assert losses[-1] < losses[0] - 0.5
+    assert Path(cfg.out_dir, "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(p.name for p in Path(cfg.out_dir, "checkpoints").iterdir()) == ["20", "23"]
+    assert [p.name for p in Path(cfg.out_dir, "best").iterdir()] == ["23"]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_exactly_max_steps_updates(one_device, cfg, steps):
+    cfg = replace(cfg, max_steps=steps)
+    assert train.train(cfg) == 0
+    label = checkpoint.find(cfg.out_dir)
+    assert (label is None) if steps == 0 else label.name == str(steps)
+    assert records(cfg)[-1]["step"] == steps and "val_loss" in records(cfg)[-1]
+
+
+def test_logged_loss_is_the_mean_since_the_last_line(one_device, cfg):
+    cfg = replace(cfg, max_steps=10)
+    losses, _ = run_steps(replace(cfg, log_interval=1), 10)
+    train.train(cfg)
+    logged = [r["loss"] for r in records(cfg) if "loss" in r]
+    np.testing.assert_allclose(logged, [np.mean(losses[:5]), np.mean(losses[5:])], rtol=1e-5)
+
+
+@pytest.mark.parametrize("dropout, grad_accum", [(0.0, 1), (0.2, 2)])
+def test_resumed_run_equals_one_that_was_not_interrupted(one_device, cfg, tmp_path, monkeypatch, dropout, grad_accum):
+    """20 steps against 13 + 7: parameters, moments, logged losses and rates equal to the last bit."""
+    cfg = replace(cfg, dropout=dropout, grad_accum=grad_accum, checkpoint_interval=13)
+    once, twice = replace(cfg, out_dir=str(tmp_path / "once")), replace(cfg, out_dir=str(tmp_path / "twice"))
+    assert train.train(once) == 0
+    calls = []
+
+    def interrupted(tokens, cfg, step):  # Ctrl-C while step 13 is being prepared: it is finished, saved, and no more
+        calls.append(step)
+        if step == 12:
+            signal.raise_signal(signal.SIGINT)
+        return get_batch(tokens, cfg, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "get_batch", interrupted)
+        assert train.train(twice) == 130
+    assert calls == list(range(13)) and checkpoint.find(twice.out_dir).name == "13"
+    assert train.train(twice) == 0
+
+    def everything(cfg):
+        init = train.make_init_state(cfg, load_corpus(cfg).tokenizer.vocab_size)
+        hw = train.make_mesh_and_shardings(cfg, init)
+        like = train.abstract_state(init, hw)
+        with checkpoint.Checkpoints(cfg.out_dir) as checkpoints:
+            return flat(checkpoints.restore(like))
+
+    a, b = everything(once), everything(twice)
+    assert a.keys() == b.keys()
+    for name in a:
+        assert np.array_equal(a[name], b[name]), name
+    timeless = lambda cfg: [{k: v for k, v in r.items() if k != "tokens_per_second"} for r in records(cfg)]
+    assert timeless(once) == timeless(twice)
+
+
+def test_finished_run_says_so(one_device, cfg, capsys):
+    train.train(replace(cfg, max_steps=3))
+    capsys.readouterr()
+    assert train.train(replace(cfg, max_steps=3)) == 0
+    out = capsys.readouterr().out
+    assert "finished: 3 of 3 steps" in out and "--max_steps 6" in out and "--fresh" in out
+
+
+def test_fresh_moves_the_old_run_aside(one_device, cfg):
+    cfg = replace(cfg, max_steps=2)
+    train.train(cfg)
+    before = Path(cfg.out_dir, "metrics.jsonl").read_bytes()
+    for n in 1, 2:
+        train.train(cfg, fresh=True)
+        assert checkpoint.find(f"{cfg.out_dir}.{n}").name == "2"
+    assert Path(f"{cfg.out_dir}.1", "metrics.jsonl").read_bytes() == before
+
+
+def test_another_model_tokenizer_or_corpus_is_refused(one_device, cfg, text_file, tmp_path):
+    """Both values are named and nothing is touched."""
+    train.train(replace(cfg, max_steps=2))
+    files = {p: p.read_bytes() for p in Path(cfg.out_dir).rglob("*") if p.is_file()}
+    for knobs, says in (dict(n_layer=3), "n_layer 2, not 3"), (dict(tokenizer="byte"), "tokenizer char, not byte"):
+        with pytest.raises(UserError, match=says):
+            train.train(replace(cfg, **knobs))
+    other = tmp_path / "other.txt"
+    other.write_text(text_file.read_text() + "!")
+    with pytest.raises(UserError, match="sha256"):
+        train.train(replace(cfg, dataset=str(other)))
+    assert {p: p.read_bytes() for p in Path(cfg.out_dir).rglob("*") if p.is_file()} == files
+
+
+def test_changed_rate_is_obeyed_and_reported(one_device, cfg, capsys):
+    train.train(replace(cfg, max_steps=5))
+    capsys.readouterr()
+    changed = replace(cfg, max_steps=10, learning_rate=5e-3)
+    train.train(changed)
+    out = capsys.readouterr().out
+    assert "learning_rate 0.01 -> 0.005" in out and "max_steps 5 -> 10" in out and "after step 5 of 10" in out
+    assert records(cfg)[-2]["lr"] == pytest.approx(float(train.learning_rate(changed)(9)))
+
+
+def test_loss_that_is_not_finite_stops_the_run(one_device, cfg, capsys, monkeypatch):
+    """Exit 1 with the step named; the last good state is what the checkpoints hold."""
+    real = train.token_losses
+
+    def broken(graph, params, batch, rngs=None):  # infinite as soon as a batch holds the token that step 8 brings
+        return real(graph, params, batch, rngs) + jnp.where(batch[0, 0] == 7777, jnp.inf, 0.0)
+
+    batches = lambda tokens, cfg, step: get_batch(tokens, cfg, step) if step != 7 else np.full((16, 17), 7777, np.int32)
+    monkeypatch.setattr(train, "token_losses", broken)
+    monkeypatch.setattr(train, "get_batch", batches)
+    assert train.train(replace(cfg, checkpoint_interval=5)) == 1
+    assert "not finite at step 8" in capsys.readouterr().out
+    assert checkpoint.find(cfg.out_dir).name == "5"
+    assert [r["step"] for r in records(cfg)] == [0, 5]
+
+
+def test_metrics_after_the_checkpoint_are_forgotten(one_device, cfg):
+    """A run that was killed after writing more lines than its checkpoint covers never has a step twice."""
+    train.train(replace(cfg, max_steps=10))
+    path = Path(cfg.out_dir, "metrics.jsonl")
+    path.write_text(path.read_text() + '{"step": 15, "loss": 1.0}\n{"step": 20, "val_l')
+    train.train(replace(cfg, max_steps=20))
+    steps = [(r["step"], "loss" in r) for r in records(cfg)]
+    assert len(steps) == len(set(steps)) and steps == sorted(steps, key=lambda s: (s[0], not s[1]))
+    assert all(r.get("loss") != 1.0 for r in records(cfg))
+
+
+def test_flops_of_tiny_by_hand():
+    """6 x 10,647,552 + 12 x 6 x 384 x 256 = 71 MFLOP a token."""
+    assert flops_per_token(Config(), 10_647_552) == 63_885_312 + 7_077_888

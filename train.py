@@ -1,0 +1,337 @@
+"""Train a GPT.  Last file to read: it puts the other five together.
+
+    python train.py --preset tiny               on a TPU: minutes.  --help lists every knob
+    python train.py --preset nano               on a CPU: three minutes
+
+The same command run again continues where the run in out/<preset> stopped.  What a run leaves there: checkpoints/ and
+best/ (see checkpoint.py), metrics.jsonl (one line a log interval, one an evaluation) and loss.png.
+
+Five JAX ideas carry this file; each is explained where it is used: trace once, pure functions, pytrees, donation, and
+sharding as data.
+"""
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import checkpoint
+import report
+from checkpoint import Checkpoints, TrainState
+from config import Config, UserError, parse, run
+from data import Corpus, eval_batches, get_batch, load_corpus
+from model import GPT
+from sample import SampleConfig, generate
+
+# Dense bfloat16 FLOP/s of one JAX device, which is half a chip on v2, v3 and 7x.  TPUs: Google's chip pages and JAX's
+# own table; GPUs: vendor sheets.  A device that is not listed gets no MFU rather than a wrong one.
+PEAK_FLOPS = {
+    "TPU v2": 23e12, "TPU v3": 61.5e12, "TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12,
+    "TPU v5p": 459e12, "TPU v6 lite": 918e12, "TPU v6e": 918e12, "TPU7x": 1153e12,
+    "NVIDIA A100": 312e12, "NVIDIA L4": 121e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12,
+}  # fmt: skip
+
+
+class Hardware(NamedTuple):
+    """All that the rest of the program knows of the machine it runs on."""
+
+    state: Any  # a sharding for every array of the train state
+    batch: Any  # the sharding of a batch [B, T + 1]
+    dtype: str  # what matrix products are computed in
+    peak_flops: float | None  # of all devices together; None where unknown
+    on_cpu: bool
+    description: str
+
+
+def make_mesh_and_shardings(cfg: Config, init_state: Callable[[], TrainState]) -> Hardware:
+    """Where every array lives.  The one function that knows the hardware.
+
+    JAX's idea of a parallel program: the code describes the computation on whole arrays, as if on one huge device.
+    Beside it stands, as data, how each array is cut over a mesh of devices, and from the two the compiler derives
+    what every device computes and what they send each other.  So this function has no counterpart in the model.
+
+    The mesh has three axes.  `data`: each group of devices has all parameters and its own rows of the batch.  `fsdp`:
+    the same, but the parameters too are cut over the group, and gathered when needed.  `tensor`: the heads and the
+    MLP's hidden channels are cut, so that one matrix product is shared (Megatron: Shoeybi et al. 2019).
+    """
+    from jax.sharding import AxisType, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    try:
+        devices = jax.devices()
+    except RuntimeError as e:  # most often a TPU that another process, or an old notebook, still holds
+        raise UserError(f"{str(e).splitlines()[0]} (if another process holds the TPU, end that one first)") from None
+    n, kind, platform = len(devices), devices[0].device_kind, devices[0].platform
+    data = n // (cfg.fsdp * cfg.tensor)
+    if data * cfg.fsdp * cfg.tensor != n:
+        raise UserError(f"{n} devices cannot form groups of --fsdp {cfg.fsdp} x --tensor {cfg.tensor}")
+    rows, groups = cfg.batch_size // cfg.grad_accum, data * cfg.fsdp
+    if rows % groups:
+        nearest = max(1, round(rows / groups)) * groups * cfg.grad_accum
+        raise UserError(
+            f"batch_size {cfg.batch_size} / grad_accum {cfg.grad_accum} = {rows} rows do not divide over data {data}"
+            f" x fsdp {cfg.fsdp} = {groups} groups of devices; the nearest that do: --batch_size {nearest}"
+        )
+    for name, axis in ("n_head", "tensor"), ("n_hidden", "tensor"), ("n_embd", "fsdp"):
+        size, parts = getattr(cfg, name), getattr(cfg, axis)
+        if size % parts:
+            raise UserError(f"{name} {size} is not divisible by --{axis} {parts}")
+
+    # Auto axes: the compiler chooses the layouts in between.  Named explicitly because JAX's default has changed.
+    shape, names, auto = (data, cfg.fsdp, cfg.tensor), ("data", "fsdp", "tensor"), (AxisType.Auto,) * 3
+    mesh = jax.make_mesh(shape, names, axis_types=auto, devices=devices)
+
+    def layout(path, _):
+        """Matrices that read the residual stream are [C, out], those that write to it [in, C]: C is cut over fsdp,
+        the other side over tensor.  AdamW's moments have their parameter's path, so also its layout."""
+        name = jax.tree_util.keystr(path)
+        if any(f"'{m}_proj'" in name for m in ("q", "k", "v", "gate", "up")):
+            return NamedSharding(mesh, P("fsdp", "tensor"))
+        if any(f"'{m}_proj'" in name for m in ("o", "down")):
+            return NamedSharding(mesh, P("tensor", "fsdp"))
+        return NamedSharding(mesh, P(None, "fsdp") if "'wte'" in name else P())  # norm scales: a copy everywhere
+
+    # A T4 or V100 multiplies float16 fast but not bfloat16, a CPU neither.
+    bf16 = platform == "tpu" or platform == "gpu" and float(devices[0].compute_capability) >= 8
+    dtype = {"auto": "bfloat16" if bf16 else "float32"}.get(cfg.dtype, cfg.dtype)
+    peak = next((flops for name, flops in PEAK_FLOPS.items() if kind == name or kind.startswith(f"{name}-")), None)
+    return Hardware(
+        state=jax.tree_util.tree_map_with_path(layout, jax.eval_shape(init_state)),
+        batch=NamedSharding(mesh, P(("data", "fsdp"))),
+        dtype=dtype,
+        peak_flops=peak * n if peak and dtype == "bfloat16" else None,
+        on_cpu=platform == "cpu",
+        description=f"{n} x {kind} as data {data} x fsdp {cfg.fsdp} x tensor {cfg.tensor}, {dtype}",
+    )
+
+
+# --- the step --------------------------------------------------------------------------------------------------------
+
+
+def learning_rate(cfg: Config) -> Callable:
+    """Updates done so far -> rate of the next one.  With s = 1 .. max_steps the number of that update:
+
+    peak * s / warmup                                     while s <= warmup
+    min + (peak - min) * (1 + cos(pi p)) / 2              then, with p = (s - warmup) / (max_steps + 1 - warmup)
+
+    so that neither the first nor the last update is wasted on a rate of zero.
+    """
+    warmup = min(cfg.warmup_steps, cfg.max_steps)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, cfg.learning_rate, warmup, cfg.max_steps + 1, cfg.min_lr)
+    return lambda done: schedule(done + 1)
+
+
+def make_optimizer(cfg: Config) -> optax.GradientTransformation:
+    """AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101) behind a clip of the gradient's norm."""
+    matrices = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)  # decay pulls only these to zero
+    clip = optax.clip_by_global_norm(cfg.grad_clip) if cfg.grad_clip else optax.identity()
+    betas = dict(b1=cfg.beta1, b2=cfg.beta2)
+    return optax.chain(clip, optax.adamw(learning_rate(cfg), **betas, weight_decay=cfg.weight_decay, mask=matrices))
+
+
+def make_init_state(cfg: Config, vocab_size: int) -> Callable[[], TrainState]:
+    """A function without arguments that makes the state of step 0: compiled, it is born where it shall live."""
+
+    def init_state():
+        _, params = nnx.split(GPT(cfg, vocab_size, nnx.Rngs(cfg.seed)))
+        return TrainState(jnp.int32(0), params, make_optimizer(cfg).init(params), jnp.float32(0))
+
+    return init_state
+
+
+def abstract_state(init_state: Callable, hw: Hardware) -> TrainState:
+    """Shape, type and layout of every array of the state, without the arrays."""
+    lay_out = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.tree.map(lay_out, jax.eval_shape(init_state), hw.state)
+
+
+def model_graph(cfg: Config, vocab_size: int, dtype: str):
+    """The model without its arrays: what `nnx.merge` needs to put parameters back into it."""
+    return nnx.split(nnx.eval_shape(lambda: GPT(cfg, vocab_size, nnx.Rngs(0), dtype)))[0]
+
+
+def token_losses(graph, params, batch, rngs=None) -> jax.Array:
+    """Cross entropy  -log softmax(logits)[target]  of every position, in nats.  batch [B, T + 1] -> [B, T]."""
+    logits, _ = nnx.merge(graph, params)(batch[:, :-1], rngs=rngs)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
+
+
+def make_train_step(cfg: Config, graph, hw: Hardware) -> Callable:
+    """(state, batch [B, T + 1], step) -> (the next state, metrics): one compiled, pure function.
+
+    Trace once: `jax.jit` runs the Python below a single time, with placeholders that have a shape but no values, and
+    compiles what it saw.  Pure: nothing outside is read or changed, hence the state goes in and comes out.  Pytree:
+    the state is a nest of tuples and dicts of arrays, and `jax.grad` and optax walk over all its leaves.  Donation:
+    the old state's memory is given to the new one, so that there are never two of them.
+    """
+    optimizer, rate = make_optimizer(cfg), learning_rate(cfg)
+
+    def loss_and_grads(params, batch, key):
+        loss = lambda p: token_losses(graph, p, batch, nnx.Rngs(dropout=key)).mean()
+        return jax.value_and_grad(loss)(params)
+
+    def train_step(state: TrainState, batch: jax.Array, step: jax.Array):
+        key = jax.random.fold_in(jax.random.key(cfg.seed), state.step)  # the dropout mask depends on the step alone
+        if cfg.grad_accum == 1:
+            loss, grads = loss_and_grads(state.params, batch, key)
+        else:  # the mean over equal micro-batches is the mean over the batch
+            A = cfg.grad_accum
+            micro = batch.reshape(-1, A, batch.shape[-1]).swapaxes(0, 1)  # [A, B/A, T + 1]; every device keeps its rows
+
+            def add(total, i):
+                new = loss_and_grads(state.params, micro[i], jax.random.fold_in(key, i))
+                return jax.tree.map(jnp.add, total, new), None
+
+            zero = jax.tree.map(jnp.zeros_like, (jnp.float32(0), state.params))
+            loss, grads = jax.tree.map(lambda x: x / A, jax.lax.scan(add, zero, jnp.arange(A))[0])
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        loss_sum = jnp.where(state.step % cfg.log_interval == 0, 0, state.loss_sum) + loss
+        new = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state, loss_sum)
+        # A batch changes only the state it is meant for, and only by finite numbers.  So after a loss that is infinite
+        # or not a number the state stays as it was before, good and at its step, until the loop looks and stops.
+        grad_norm = optax.tree.norm(grads)
+        good = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & (state.step == step)
+        new = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, state)
+        done = (new.step - 1) % cfg.log_interval + 1  # steps since the last log line
+        return new, dict(step=new.step, loss=loss_sum / done, lr=rate(state.step), grad_norm=grad_norm)
+
+    where = dict(in_shardings=(hw.state, hw.batch, None), out_shardings=(hw.state, None))
+    return jax.jit(train_step, donate_argnums=0, **where)
+
+
+def make_eval_step(graph) -> Callable:
+    """(params, batch [B, T + 1], weights [B, T]) -> the weighted sum of the losses."""
+
+    def eval_step(params, batch, weights):
+        return (token_losses(graph, params, batch) * weights).sum()
+
+    return jax.jit(eval_step)
+
+
+def evaluate(eval_step: Callable, params, tokens: np.ndarray, cfg: Config, hw: Hardware) -> float:
+    """Mean loss over the whole split, in fixed windows: the same number for the same parameters, always."""
+    sums, count = [], 0.0
+    for batch, weights in eval_batches(tokens, cfg):
+        sums.append(eval_step(params, jax.device_put(batch, hw.batch), jax.device_put(weights, hw.batch)))
+        count += weights.sum()
+    return float(np.sum(jax.device_get(sums), dtype=np.float64) / count)
+
+
+def sample_text(params, cfg: Config, corpus: Corpus) -> str:
+    """A short continuation of a line break, through the code of sample.py; the same programs at every evaluation."""
+    tokenizer = corpus.tokenizer
+    prompt = tokenizer.encode("\n") if tokenizer.kind == "byte" or "\n" in tokenizer.symbols else corpus.train[:1]
+    model = nnx.merge(model_graph(cfg, tokenizer.vocab_size, "float32"), params)
+    how = SampleConfig(max_new_tokens=cfg.sample_tokens, seed=cfg.seed)
+    return tokenizer.decode([i for new in generate(model, cfg, prompt, how) for i in new[0]])
+
+
+class Signals:
+    """While open, Ctrl-C and SIGTERM are noted (the list is true then) and the loop ends in good order.  A second one
+    ends the process at once."""
+
+    def __enter__(self) -> list[int]:
+        caught = []
+
+        def note(number, _):
+            caught.append(number)
+            signal.signal(number, signal.SIG_DFL)
+
+        self.before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return caught
+
+    def __exit__(self, *_):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+# --- the loop --------------------------------------------------------------------------------------------------------
+
+
+def train(cfg: Config, fresh: bool = False, profile: bool = False) -> int:
+    """Train until max_steps or a signal.  Returns the exit code: 0, 1 diverged, 130 after Ctrl-C, 143 after SIGTERM."""
+    corpus = load_corpus(cfg)
+    vocab_size = corpus.tokenizer.vocab_size
+    if fresh:
+        checkpoint.move_aside(cfg.out_dir)
+    changed, start = checkpoint.resume_point(cfg, corpus.fingerprint)
+    if start and start >= cfg.max_steps:
+        done = f"{start:,} of {cfg.max_steps:,} steps"
+        print(f"{cfg.out_dir} is finished: {done}.  Go on with --max_steps {2 * start}, or start over with --fresh.")
+        return 0
+
+    init_state = make_init_state(cfg, vocab_size)
+    hw = make_mesh_and_shardings(cfg, init_state)
+    graph = model_graph(cfg, vocab_size, hw.dtype)
+    train_step = make_train_step(cfg, graph, hw)
+    eval_step = make_eval_step(graph)
+    like = abstract_state(init_state, hw)
+    n_params = sum(x.size for x in jax.tree.leaves(like.params))
+    flops_per_step = report.flops_per_token(cfg, n_params) * cfg.batch_size * cfg.block_size
+    print(report.banner(cfg, hw, corpus, n_params, start), *changed, "compiling...", sep="\n", flush=True)
+    meta = dict(
+        config=asdict(cfg),
+        tokenizer=dict(kind=corpus.tokenizer.kind, symbols=corpus.tokenizer.symbols),
+        fingerprint=corpus.fingerprint,
+        versions=dict(jax=jax.__version__, numpy=np.__version__, optax=optax.__version__),
+    )
+
+    with Checkpoints(cfg.out_dir) as checkpoints, Signals() as caught, report.Screen(cfg, start) as screen:
+        # Born sharded: compiled with its layout, the state never exists whole on any one device.
+        state = checkpoints.restore(like) if start else jax.jit(init_state, out_shardings=hw.state)()
+        metrics, device_metrics = report.Metrics(cfg.out_dir, start), {}
+        for step in range(start, cfg.max_steps + 1):  # `step` updates are done
+            stop, final = bool(caught), step == cfg.max_steps
+            log = step > start and (step % cfg.log_interval == 0 or final)
+            evaluate_now = not stop and (step % cfg.eval_interval == 0 or final)
+            save = step > start and (step % cfg.checkpoint_interval == 0 or final or stop)
+            # The one place where Python waits for the device.  Between two of these it runs ahead.
+            if (log or evaluate_now or save) and (good := int(state.step)) != step:
+                screen.write(f"error: loss or gradient not finite at step {good + 1}; the last good state is kept")
+                return 1
+            if log:
+                now = {name: float(x) for name, x in jax.device_get(device_metrics).items()}
+                metrics.add(screen.log(step, now, flops_per_step, hw.peak_flops))
+            if evaluate_now:
+                val_loss = evaluate(eval_step, state.params, corpus.val, cfg, hw)
+                metrics.add(dict(step=step, val_loss=val_loss))
+                metrics.plot()
+                screen.evaluation(step, val_loss, sample_text(state.params, cfg, corpus))
+                if step > start or final:
+                    checkpoints.save_best(state, meta, val_loss)
+            if save:
+                checkpoints.save(state, meta)
+            if final or stop:
+                break
+            if evaluate_now or save:
+                screen.restart_clock()
+            if profile:
+                report.trace(cfg, step - start, screen)
+            batch = jax.device_put(get_batch(corpus.train, cfg, step), hw.batch)
+            # Returns at once: the device works on, and Python prepares the next batch.
+            state, device_metrics = train_step(state, batch, np.int32(step))
+            screen.stepped(state)
+    if stop:
+        print(f"stopped by {signal.Signals(caught[0]).name} after step {step:,}; the same command goes on from there")
+        return 128 + caught[0]
+    seconds = time.perf_counter() - screen.begun if screen.begun else 0
+    print(f"{cfg.max_steps:,} steps done, {seconds:.0f} s after the first.  The curve is {cfg.out_dir}/loss.png.  Now:")
+    print(f'python sample.py --out_dir {cfg.out_dir} --prompt "ROMEO:" --max_new_tokens 300 --temperature 0.8')
+    return 0
+
+
+def main(argv):
+    fresh, profile = "move the run in out_dir aside and start over", "write a trace of a few steps"
+    cfg, switches = parse(Config, argv, __doc__, fresh=fresh, profile=profile)
+    return train(cfg, **switches)
+
+
+if __name__ == "__main__":
+    run(main)
