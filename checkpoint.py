@@ -12,6 +12,7 @@ import dataclasses
 import json
 import logging
 import os
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import jax
@@ -20,9 +21,9 @@ import orbax.checkpoint as ocp
 from etils import epath
 from flax import nnx
 
-from config import Config, UserError
-from data import make_tokenizer
-from model import GPT
+from config import PRESETS, Config, UserError
+from data import Corpus, make_tokenizer
+from model import abstract_model
 
 logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every save there, in several lines
 
@@ -35,7 +36,7 @@ class TrainState(NamedTuple):
     step: jax.Array  # int32 [], completed updates
     params: Any  # nnx.State of float32 arrays
     opt_state: Any  # optax: AdamW's two moments per parameter, and its own step count
-    loss_sum: jax.Array  # float32 [], since the last log line: kept here so that a resumed run logs what it would have
+    recent: jax.Array  # float32 [2], sum and number of the losses since the last log line: a resumed run logs them too
 
 
 def run_path(out_dir: str | epath.Path) -> epath.Path:
@@ -54,9 +55,7 @@ class Checkpoints:
 
     def save(self, state: TrainState, meta: dict) -> None:
         """Save as the latest.  Returns once the arrays are copied; the writing goes on in the background."""
-        step = int(state.step)
-        if step not in self.latest.all_steps():
-            self.latest.save(step, args=to_args(state, meta))
+        self.latest.save(int(state.step), args=to_args(state, meta))
 
     def save_best(self, state: TrainState, meta: dict, val_loss: float) -> None:
         """Save as the best, if none before had a validation loss as low."""
@@ -91,51 +90,57 @@ def to_args(state: TrainState, meta: dict) -> ocp.args.Composite:
     return ocp.args.Composite(params=write(state.params), rest=rest, meta=ocp.args.JsonSave(meta))
 
 
-def find(out_dir: str, which: str = "latest") -> epath.Path | None:
+def find(out_dir: str | epath.Path, which: str = "latest") -> epath.Path | None:
     """The directory of the latest (or best) complete checkpoint of a run, or None.  Writes nothing."""
     folder = run_path(out_dir) / ("best" if which == "best" else "checkpoints")
-    steps = [int(p.name) for p in folder.iterdir() if p.name.isdigit()] if folder.exists() else []
-    return folder / str(max(steps)) if steps else None
+    paths = [p for p in folder.iterdir() if p.name.isdigit()] if folder.exists() else []
+    paths = [p for p in paths if ocp.utils.is_checkpoint_finalized(p)]
+    return max(paths, key=lambda p: int(p.name), default=None)
 
 
 def read_meta(checkpoint: epath.Path) -> dict:
     return json.loads((checkpoint / "meta" / "metadata").read_text())
 
 
-def resume_point(cfg: Config, fingerprint: str) -> tuple[list[str], int]:
-    """(what has changed since, in words; completed updates) for the run in cfg.out_dir; ([], 0) if there is none.
+def make_meta(cfg: Config, corpus: Corpus) -> dict:
+    """What the arrays of a checkpoint belong to, as JSON."""
+    return dict(
+        config=dataclasses.asdict(cfg),
+        tokenizer=dict(kind=corpus.tokenizer.kind, symbols=corpus.tokenizer.symbols),
+        fingerprint=corpus.fingerprint,
+        versions={name: version(name) for name in ("jax", "flax", "optax", "orbax-checkpoint", "numpy")},
+    )
 
-    UserError if it was made with another architecture, tokenizer or corpus.
+
+def resume_point(cfg: Config, corpus: Corpus) -> tuple[list[str], int]:
+    """(the knobs that have changed, in words; completed updates) for the run in cfg.out_dir, or ([], 0).
+
+    UserError if what lies there was made with another architecture, tokenizer or corpus.
     """
     found = find(cfg.out_dir)
-    if found is None:
+    any_found = found or find(cfg.out_dir, "best")
+    if not any_found:
         return [], 0
-    meta, now, changed = read_meta(found), dataclasses.asdict(cfg), []
+    meta, now, changed = read_meta(any_found), dataclasses.asdict(cfg), []
     for f in dataclasses.fields(cfg):
         if (old := meta["config"].get(f.name, now[f.name])) != now[f.name]:
             if f.metadata["fixed"]:
                 raise UserError(f"{cfg.out_dir} was trained with {f.name} {old}, not {now[f.name]}: {ANOTHER_RUN}")
             changed.append(f"changed   {f.name} {old} -> {now[f.name]}")
-    if meta["fingerprint"] != fingerprint:
-        old, new = meta["fingerprint"][:12], fingerprint[:12]
-        raise UserError(f"{cfg.out_dir} was trained on a text with sha256 {old}..., not {new}...: {ANOTHER_RUN}")
-    return changed, int(found.name)
+    if meta["fingerprint"] != corpus.fingerprint:
+        old = f"{meta['config']['dataset']} (sha256 {meta['fingerprint'][:12]}...)"
+        new = f"{cfg.dataset} (sha256 {corpus.fingerprint[:12]}...)"
+        raise UserError(f"{cfg.out_dir} was trained on {old}, not on {new}: {ANOTHER_RUN}")
+    return changed, int(found.name) if found else 0
 
 
 def move_aside(out_dir: str) -> None:
     """Rename out/tiny to out/tiny.1, or the first number that is free."""
     path, n = run_path(out_dir), 1
-    while path.exists() and path.with_name(f"{path.name}.{n}").exists():
+    while path.with_name(f"{path.name}.{n}").exists():
         n += 1
     if path.exists():
         path.rename(path.with_name(f"{path.name}.{n}"))
-
-
-def write_whole(path: epath.Path, content: bytes) -> None:
-    """Under a temporary name first, so that no reader, and no crash, ever meets half a file."""
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(content)
-    part.replace(path)
 
 
 def load_model(out_dir: str, which: str):
@@ -145,15 +150,17 @@ def load_model(out_dir: str, which: str):
     """
     path = find(out_dir, which) or find(out_dir, "latest")
     if path is None:
-        have = [p.parent.name for p in run_path("out").glob("*/checkpoints") if find(p.parent)]
-        raise UserError(
-            f"no checkpoint in {out_dir}; train first: python train.py --preset {os.path.basename(out_dir)}"
-            + (f" (trained so far: {', '.join(sorted(have))})" if have else "")
+        have = sorted(p.parent.name for p in run_path("out").glob("*/checkpoints") if find(p.parent))
+        name = os.path.basename(out_dir)
+        flag = (
+            f"--preset {name}" if out_dir == os.path.join("out", name) and name in PRESETS else f"--out_dir {out_dir}"
         )
+        so_far = f" (trained so far: {', '.join(have)})" if have else ""
+        raise UserError(f"no checkpoint in {out_dir}; train first: python train.py {flag}{so_far}")
     meta = read_meta(path)
     cfg = Config(**meta["config"])
     tokenizer = make_tokenizer(**meta["tokenizer"])
-    graph, like = nnx.split(nnx.eval_shape(lambda: GPT(cfg, tokenizer.vocab_size, nnx.Rngs(0))))
+    graph, like = nnx.split(abstract_model(cfg, tokenizer.vocab_size))
     like = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), like)  # numpy: any device may read what any device wrote
     params = ocp.StandardCheckpointer().restore(path / "params", like)
     return nnx.merge(graph, jax.device_put(params)), cfg, tokenizer, int(path.name)

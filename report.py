@@ -6,15 +6,18 @@ Nothing here is needed to train; train.py calls it, and the files before it do n
 import io
 import json
 import math
+import shlex
+import sys
 import time
 
 import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from checkpoint import run_path, write_whole
+from checkpoint import run_path
 from config import Config
 from data import Corpus
+from download import write_whole
 
 RULE = "-" * 60
 NO_ACCELERATOR = """\
@@ -72,9 +75,10 @@ def duration(seconds: float) -> str:
 class Screen:
     """Log lines on stdout; on a terminal also a progress bar, on stderr.  Keeps the clock that tokens/s come from."""
 
-    def __init__(self, cfg: Config, start: int):
-        self.cfg, self.start, self.begun = cfg, start, None
+    def __init__(self, cfg: Config, start: int, profile: bool):
+        self.cfg, self.start, self.begun, self.profile, self.tracing = cfg, start, None, profile, False
         self.opened = time.perf_counter()
+        self.steps = 0
         self.restart_clock()
         self.bar = tqdm(total=cfg.max_steps, initial=start, unit="step", disable=None, dynamic_ncols=True)
 
@@ -83,14 +87,25 @@ class Screen:
 
     def __exit__(self, *_):
         self.bar.close()
+        if self.tracing:
+            self.stop_trace()
 
     def write(self, text: str) -> None:
         self.bar.write(text)
+        sys.stdout.flush()  # tqdm does not, and a log that is a file should be up to date
 
     def stepped(self, state) -> None:
         """A step was dispatched.  The first one is waited for: it compiled, and no rate shall include that."""
         self.bar.update()
         self.timed += 1
+        self.steps += 1
+        if self.profile and self.steps in (10, 15):
+            jax.block_until_ready(state)
+            if self.tracing:
+                self.stop_trace()
+            else:
+                jax.profiler.start_trace(str(run_path(self.cfg.out_dir) / "profile"))
+                self.tracing = True
         if self.begun is None:
             jax.block_until_ready(state)
             self.begun = time.perf_counter()
@@ -101,15 +116,20 @@ class Screen:
         """Between two calls only steps are timed, no evaluation or checkpoint."""
         self.mark, self.timed = time.perf_counter(), 0
 
-    def log(self, step: int, now: dict, flops_per_step: float, peak_flops: float | None) -> dict:
+    def stop_trace(self) -> None:
+        jax.profiler.stop_trace()
+        self.tracing = False
+        self.write(f"trace written.  To see it: pip install xprof && xprof {self.cfg.out_dir}/profile")
+
+    def log(self, step: int, now: dict, n_params: int, peak_flops: float | None) -> dict:
         """Print the line of `step` and return its record.  The device has been waited for just before."""
         seconds, done = time.perf_counter() - self.mark, step - self.start
-        rate = self.timed * self.cfg.batch_size * self.cfg.block_size / seconds if self.timed else None
+        rate = self.timed * self.cfg.batch_size * self.cfg.block_size / seconds if self.timed else None  # tokens/s
         parts = [f"step {step}", f"loss {now['loss']:.4f}", f"lr {now['lr']:.1e}"]
         if rate:
             parts.append(f"{rate:,.0f} tok/s")
             if peak_flops:
-                parts.append(f"mfu {self.timed * flops_per_step / seconds / peak_flops:.1%}")
+                parts.append(f"mfu {100 * rate * flops_per_token(self.cfg, n_params) / peak_flops:.1f} %")
         if done > 1:  # the first step of this process was not timed
             left = (time.perf_counter() - self.begun) / (done - 1) * (self.cfg.max_steps - step)
             parts.append("eta " + duration(left))
@@ -121,21 +141,27 @@ class Screen:
         self.write(f"step {step} | val_loss {val_loss:.4f}\n{RULE}\n{text}\n{RULE}")
 
 
-def trace(cfg: Config, steps_done: int, screen: Screen) -> None:
-    """With --profile: record what the device does in steps 10 to 15 of this process."""
-    folder = str(run_path(cfg.out_dir) / "profile")
-    if steps_done == 10:
-        jax.profiler.start_trace(folder)
-    elif steps_done == 15:
-        jax.profiler.stop_trace()
-        screen.write(f"trace written; look at it with: pip install xprof && xprof {folder}")
+def finished(cfg: Config, step: int) -> str:
+    done = f"{cfg.out_dir} is finished: {step:,} of {cfg.max_steps:,} steps."
+    return f"{done}  Go on with --max_steps {2 * step}, or start over with --fresh."
+
+
+def done(cfg: Config, corpus: Corpus, screen: Screen) -> str:
+    """The last lines of a run: how long it took, and the command that samples from it."""
+    seconds = time.perf_counter() - screen.begun if screen.begun else 0
+    run = f"--preset {cfg.preset}" if cfg.out_dir == f"out/{cfg.preset}" else f"--out_dir {shlex.quote(cfg.out_dir)}"
+    prompt = ' --prompt "ROMEO:"' if corpus.name == "shakespeare" else ""
+    return (
+        f"{cfg.max_steps:,} steps done, {seconds:.0f} s after the first.  The curve is {cfg.out_dir}/loss.png.  Now:\n"
+        f"python sample.py {run}{prompt} --max_new_tokens 300 --temperature 0.8"
+    )
 
 
 class Metrics:
     """metrics.jsonl and loss.png.  Opened at step n, it drops what an interrupted run wrote after its checkpoint n."""
 
-    def __init__(self, out_dir: str, start: int):
-        self.folder, self.records = run_path(out_dir), []
+    def __init__(self, cfg: Config, start: int):
+        self.folder, self.records = run_path(cfg.out_dir), []
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path = self.folder / "metrics.jsonl"
         for line in self.path.read_text().splitlines() if self.path.exists() else ():
@@ -144,7 +170,8 @@ class Metrics:
             except ValueError:  # the last line of a run that was killed while writing it
                 continue
             # An evaluation at n itself is made again, for the run may have died between it and its checkpoint.
-            if record["step"] < start or (record["step"] == start and "loss" in record):
+            again = "val_loss" in record and start % cfg.eval_interval == 0
+            if record["step"] < start or (record["step"] == start and not again):
                 self.records.append(record)
         write_whole(self.path, "".join(json.dumps(r) + "\n" for r in self.records).encode())
 

@@ -6,8 +6,8 @@ Reads the architecture, the tokenizer and the weights from a checkpoint in out/<
 goes to stdout as it is made, everything else to stderr.
 
 The model would have to read all the text again for every new token, were it not for the cache: the keys and values of
-past positions do not change, so they are kept, and a step computes those of one token.  When the cache is full (the
-text has reached block_size tokens), the last half of the window is read into a fresh cache and generation goes on.
+past positions do not change, so they are kept, and a step computes those of one token.  When the cache is full (it
+holds block_size tokens, and one more is to be read), the last half of the window is read into a fresh one, and so on.
 
 Two compiled programs do everything, whatever the length of prompt and text: `prefill` reads PREFILL tokens of the
 prompt, `decode` makes up to DECODE new ones.
@@ -16,8 +16,9 @@ prompt, `decode` makes up to DECODE new ones.
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +26,10 @@ import numpy as np
 from flax import nnx
 
 from checkpoint import load_model
-from config import Config, UserError, check_ranges, knob, parse, run
-from model import GPT
+from cli import parse, run
+from config import Config, UserError, check_ranges, knob
+from data import Corpus
+from model import GPT, abstract_model
 
 PREFILL, DECODE = 64, 16
 
@@ -38,18 +41,21 @@ class SampleConfig:
     preset: str = knob("tiny", "read the run in out/<preset>")
     out_dir: str = knob("", "read the run in this directory instead")
     prompt: str = knob("\n", "the text to continue")
+    prompt_file: str = knob("", "read the text to continue from this file")
     max_new_tokens: int = knob(300, "tokens to add", 0)
-    temperature: float = knob(0.8, "below 1 bolder, above 1 wilder; 0 always takes the likeliest token", 0)
+    temperature: float = knob(0.8, "below 1 safer, above 1 wilder; 0 always takes the likeliest token", 0)
     top_k: int = knob(0, "choose among the k likeliest tokens; 0 means all", 0)
     top_p: float = knob(1.0, "choose among the likeliest tokens that together hold this share", 0)
     num_samples: int = knob(1, "how many continuations", 1)
-    seed: int = knob(1337, "same seed, same text", 0)
+    seed: int = knob(1337, "same seed, same text", 0, 2**32)
     which: str = knob("best", "best: lowest validation loss; latest: most steps")
 
     def __post_init__(self):
         check_ranges(self)
         if self.which not in ("best", "latest"):
             raise UserError(f"--which {self.which}: choose from best, latest")
+        if self.top_p > 1:
+            raise UserError(f"--top_p {self.top_p}: a share of the probability, 1 at most")
         if not self.prompt:
             raise UserError("--prompt is empty: the model needs at least one character to start from")
 # fmt: on
@@ -104,14 +110,15 @@ def generate(model: GPT, cfg: Config, prompt: np.ndarray, how: SampleConfig) -> 
     graph, params = nnx.split(model)
     key = jax.random.key(how.seed)
     T, B = cfg.block_size, how.num_samples
-    settings = np.float32(how.temperature), np.int32(how.top_k or 2**30), np.float32(how.top_p)
+    settings = np.float32(how.temperature), np.int32(min(how.top_k or 2**30, 2**30)), np.float32(how.top_p)
     text = np.tile(np.asarray(prompt, np.int32), (B, 1))  # [B, N], grows
     caches, position, n_made = None, T, 0
     while n_made < how.max_new_tokens:
         if position == T:  # at the start, and whenever the cache is full
             window = text if text.shape[1] <= T else text[:, -(T // 2) :]
             position = window.shape[1] - 1  # of the last token, which decode reads itself
-            caches = empty_caches(cfg, B, model.dtype)
+            # Placed as the parameters are, so that the first call of a program looks like every other one.
+            caches = jax.device_put(empty_caches(cfg, B, model.dtype), model.norm.scale[...].sharding)
             for i in range(0, position, PREFILL):
                 # A last chunk of fewer tokens is filled up.  The filling's keys are overwritten before any query may
                 # see them: a query sees no position after its own, and writes its own first.
@@ -129,9 +136,20 @@ def generate(model: GPT, cfg: Config, prompt: np.ndarray, how: SampleConfig) -> 
         yield new
 
 
+def sample_text(params, cfg: Config, corpus: Corpus) -> str:
+    """What train.py shows at an evaluation: a line break, continued in float32 by the programs above."""
+    tokenizer = corpus.tokenizer
+    prompt = tokenizer.encode("\n") if tokenizer.kind == "byte" or "\n" in tokenizer.symbols else corpus.train[:1]
+    graph, _ = nnx.split(abstract_model(cfg, tokenizer.vocab_size))
+    how = SampleConfig(max_new_tokens=cfg.sample_tokens, seed=cfg.seed)
+    return tokenizer.decode([i for new in generate(nnx.merge(graph, params), cfg, prompt, how) for i in new[0]])
+
+
 def main(argv):
     how, _ = parse(SampleConfig, argv, __doc__)
     model, cfg, tokenizer, step = load_model(how.out_dir, how.which)
+    if how.prompt_file:
+        how = replace(how, prompt=Path(how.prompt_file).read_text(encoding="utf-8"))
     prompt = tokenizer.encode(how.prompt)
     print(f"{how.out_dir}, step {step}", file=sys.stderr)
     start, made, shown = time.perf_counter(), np.zeros((how.num_samples, 0), np.int32), 0

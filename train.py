@@ -1,19 +1,20 @@
-"""Train a GPT.  Last file to read: it puts the other five together.
+"""Train a GPT.  Last file to read: it puts the others together.
 
     python train.py --preset tiny               on a TPU: minutes.  --help lists every knob
     python train.py --preset nano               on a CPU: three minutes
 
 The same command run again continues where the run in out/<preset> stopped.  What a run leaves there: checkpoints/ and
-best/ (see checkpoint.py), metrics.jsonl (one line a log interval, one an evaluation) and loss.png.
+best/ (see checkpoint.py), metrics.jsonl (a line per log interval and per evaluation) and loss.png.
 
-Five JAX ideas carry this file; each is explained where it is used: trace once, pure functions, pytrees, donation, and
-sharding as data.
+Five JAX ideas carry this file; each is explained where it is used: sharding as data, trace once, pure functions,
+pytrees, and donation.
 """
 
+import math
+import os
 import signal
-import time
 from collections.abc import Callable
-from dataclasses import asdict
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -25,10 +26,11 @@ from flax import nnx
 import checkpoint
 import report
 from checkpoint import Checkpoints, TrainState
-from config import Config, UserError, parse, run
-from data import Corpus, eval_batches, get_batch, load_corpus
-from model import GPT
-from sample import SampleConfig, generate
+from cli import parse, run
+from config import Config, UserError
+from data import eval_batches, get_batch, load_corpus
+from model import GPT, abstract_model
+from sample import sample_text
 
 # Dense bfloat16 FLOP/s of one JAX device, which is half a chip on v2, v3 and 7x.  TPUs: Google's chip pages and JAX's
 # own table; GPUs: vendor sheets.  A device that is not listed gets no MFU rather than a wrong one.
@@ -42,8 +44,9 @@ PEAK_FLOPS = {
 class Hardware(NamedTuple):
     """All that the rest of the program knows of the machine it runs on."""
 
-    state: Any  # a sharding for every array of the train state
-    batch: Any  # the sharding of a batch [B, T + 1]
+    state: TrainState  # of ShapeDtypeStruct: shape, type and layout of every array of the train state
+    layout: TrainState  # the layouts alone
+    batch: Any  # the layout of a batch [B, T + 1]
     dtype: str  # what matrix products are computed in
     peak_flops: float | None  # of all devices together; None where unknown
     on_cpu: bool
@@ -64,6 +67,15 @@ def make_mesh_and_shardings(cfg: Config, init_state: Callable[[], TrainState]) -
     from jax.sharding import AxisType, NamedSharding
     from jax.sharding import PartitionSpec as P
 
+    rows = cfg.batch_size // cfg.grad_accum
+    if "JAX_NUM_CPU_DEVICES" not in os.environ:
+        # On a CPU each core is a device.  Data parallelism then meets once a step; threads that share one device's
+        # small operations meet in each of them, which took a third of nano's time on two cores.  Says nothing to a TPU.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        try:
+            jax.config.update("jax_num_cpu_devices", max(n for n in range(1, cores + 1) if rows % n == 0))
+        except RuntimeError:
+            pass  # JAX has already started, in a notebook say: then with what it has
     try:
         devices = jax.devices()
     except RuntimeError as e:  # most often a TPU that another process, or an old notebook, still holds
@@ -72,8 +84,7 @@ def make_mesh_and_shardings(cfg: Config, init_state: Callable[[], TrainState]) -
     data = n // (cfg.fsdp * cfg.tensor)
     if data * cfg.fsdp * cfg.tensor != n:
         raise UserError(f"{n} devices cannot form groups of --fsdp {cfg.fsdp} x --tensor {cfg.tensor}")
-    rows, groups = cfg.batch_size // cfg.grad_accum, data * cfg.fsdp
-    if rows % groups:
+    if rows % (groups := data * cfg.fsdp):
         nearest = max(1, round(rows / groups)) * groups * cfg.grad_accum
         raise UserError(
             f"batch_size {cfg.batch_size} / grad_accum {cfg.grad_accum} = {rows} rows do not divide over data {data}"
@@ -88,22 +99,30 @@ def make_mesh_and_shardings(cfg: Config, init_state: Callable[[], TrainState]) -
     shape, names, auto = (data, cfg.fsdp, cfg.tensor), ("data", "fsdp", "tensor"), (AxisType.Auto,) * 3
     mesh = jax.make_mesh(shape, names, axis_types=auto, devices=devices)
 
-    def layout(path, _):
+    def lay_out(path, x):
         """Matrices that read the residual stream are [C, out], those that write to it [in, C]: C is cut over fsdp,
         the other side over tensor.  AdamW's moments have their parameter's path, so also its layout."""
         name = jax.tree_util.keystr(path)
         if any(f"'{m}_proj'" in name for m in ("q", "k", "v", "gate", "up")):
-            return NamedSharding(mesh, P("fsdp", "tensor"))
-        if any(f"'{m}_proj'" in name for m in ("o", "down")):
-            return NamedSharding(mesh, P("tensor", "fsdp"))
-        return NamedSharding(mesh, P(None, "fsdp") if "'wte'" in name else P())  # norm scales: a copy everywhere
+            spec = P("fsdp", "tensor")
+        elif any(f"'{m}_proj'" in name for m in ("o", "down")):
+            spec = P("tensor", "fsdp")
+        elif "'wte'" in name:
+            spec = P(None, "fsdp")
+        else:
+            assert x.ndim < 2, f"no layout for {name}"
+            spec = P()  # norm scales and counters: a copy everywhere
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
-    # A T4 or V100 multiplies float16 fast but not bfloat16, a CPU neither.
-    bf16 = platform == "tpu" or platform == "gpu" and float(devices[0].compute_capability) >= 8
-    dtype = {"auto": "bfloat16" if bf16 else "float32"}.get(cfg.dtype, cfg.dtype)
+    state = jax.tree_util.tree_map_with_path(lay_out, jax.eval_shape(init_state))
+    # bfloat16 pays on TPUs and on GPUs from Ampere (8.0) on; a T4 or V100 has fast float16 only, a CPU neither.
+    before_ampere = str(getattr(devices[0], "compute_capability", "")).startswith(("5.", "6.", "7."))
+    best = "float32" if platform == "cpu" or before_ampere else "bfloat16"
+    dtype = best if cfg.dtype == "auto" else cfg.dtype
     peak = next((flops for name, flops in PEAK_FLOPS.items() if kind == name or kind.startswith(f"{name}-")), None)
     return Hardware(
-        state=jax.tree_util.tree_map_with_path(layout, jax.eval_shape(init_state)),
+        state=state,
+        layout=jax.tree.map(lambda x: x.sharding, state),
         batch=NamedSharding(mesh, P(("data", "fsdp"))),
         dtype=dtype,
         peak_flops=peak * n if peak and dtype == "bfloat16" else None,
@@ -136,25 +155,20 @@ def make_optimizer(cfg: Config) -> optax.GradientTransformation:
     return optax.chain(clip, optax.adamw(learning_rate(cfg), **betas, weight_decay=cfg.weight_decay, mask=matrices))
 
 
+def random_keys(cfg: Config) -> jax.Array:
+    """Two keys from the seed, for the initial weights and for dropout.  (A JAX key is a value: used twice, it gives the
+    same numbers twice.  So keys are split, or folded with a number, as dropout's is with the step.)"""
+    return jax.random.split(jax.random.key(cfg.seed))
+
+
 def make_init_state(cfg: Config, vocab_size: int) -> Callable[[], TrainState]:
     """A function without arguments that makes the state of step 0: compiled, it is born where it shall live."""
 
     def init_state():
-        _, params = nnx.split(GPT(cfg, vocab_size, nnx.Rngs(cfg.seed)))
-        return TrainState(jnp.int32(0), params, make_optimizer(cfg).init(params), jnp.float32(0))
+        _, params = nnx.split(GPT(cfg, vocab_size, nnx.Rngs(params=random_keys(cfg)[0])))
+        return TrainState(jnp.int32(0), params, make_optimizer(cfg).init(params), jnp.zeros(2))
 
     return init_state
-
-
-def abstract_state(init_state: Callable, hw: Hardware) -> TrainState:
-    """Shape, type and layout of every array of the state, without the arrays."""
-    lay_out = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    return jax.tree.map(lay_out, jax.eval_shape(init_state), hw.state)
-
-
-def model_graph(cfg: Config, vocab_size: int, dtype: str):
-    """The model without its arrays: what `nnx.merge` needs to put parameters back into it."""
-    return nnx.split(nnx.eval_shape(lambda: GPT(cfg, vocab_size, nnx.Rngs(0), dtype)))[0]
 
 
 def token_losses(graph, params, batch, rngs=None) -> jax.Array:
@@ -178,7 +192,7 @@ def make_train_step(cfg: Config, graph, hw: Hardware) -> Callable:
         return jax.value_and_grad(loss)(params)
 
     def train_step(state: TrainState, batch: jax.Array, step: jax.Array):
-        key = jax.random.fold_in(jax.random.key(cfg.seed), state.step)  # the dropout mask depends on the step alone
+        key = jax.random.fold_in(random_keys(cfg)[1], step)
         if cfg.grad_accum == 1:
             loss, grads = loss_and_grads(state.params, batch, key)
         else:  # the mean over equal micro-batches is the mean over the batch
@@ -192,17 +206,16 @@ def make_train_step(cfg: Config, graph, hw: Hardware) -> Callable:
             zero = jax.tree.map(jnp.zeros_like, (jnp.float32(0), state.params))
             loss, grads = jax.tree.map(lambda x: x / A, jax.lax.scan(add, zero, jnp.arange(A))[0])
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        loss_sum = jnp.where(state.step % cfg.log_interval == 0, 0, state.loss_sum) + loss
-        new = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state, loss_sum)
-        # A batch changes only the state it is meant for, and only by finite numbers.  So after a loss that is infinite
-        # or not a number the state stays as it was before, good and at its step, until the loop looks and stops.
+        recent = jnp.where(step % cfg.log_interval == 0, 0, state.recent) + jnp.stack([loss, 1])
+        new = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state, recent)
+        # Skip the update if the loss is not finite, or if one before it was skipped: then state.step lags behind step.
+        # So the state is good at every moment; the loop sees it lag, and stops.
         grad_norm = optax.tree.norm(grads)
         good = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & (state.step == step)
         new = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, state)
-        done = (new.step - 1) % cfg.log_interval + 1  # steps since the last log line
-        return new, dict(step=new.step, loss=loss_sum / done, lr=rate(state.step), grad_norm=grad_norm)
+        return new, dict(loss=recent[0] / recent[1], lr=rate(step), grad_norm=grad_norm)
 
-    where = dict(in_shardings=(hw.state, hw.batch, None), out_shardings=(hw.state, None))
+    where = dict(in_shardings=(hw.layout, hw.batch, None), out_shardings=(hw.layout, None))
     return jax.jit(train_step, donate_argnums=0, **where)
 
 
@@ -224,71 +237,56 @@ def evaluate(eval_step: Callable, params, tokens: np.ndarray, cfg: Config, hw: H
     return float(np.sum(jax.device_get(sums), dtype=np.float64) / count)
 
 
-def sample_text(params, cfg: Config, corpus: Corpus) -> str:
-    """A short continuation of a line break, through the code of sample.py; the same programs at every evaluation."""
-    tokenizer = corpus.tokenizer
-    prompt = tokenizer.encode("\n") if tokenizer.kind == "byte" or "\n" in tokenizer.symbols else corpus.train[:1]
-    model = nnx.merge(model_graph(cfg, tokenizer.vocab_size, "float32"), params)
-    how = SampleConfig(max_new_tokens=cfg.sample_tokens, seed=cfg.seed)
-    return tokenizer.decode([i for new in generate(model, cfg, prompt, how) for i in new[0]])
-
-
-class Signals:
-    """While open, Ctrl-C and SIGTERM are noted (the list is true then) and the loop ends in good order.  A second one
-    ends the process at once."""
-
-    def __enter__(self) -> list[int]:
-        caught = []
-
-        def note(number, _):
-            caught.append(number)
-            signal.signal(number, signal.SIG_DFL)
-
-        self.before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-        return caught
-
-    def __exit__(self, *_):
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-
 # --- the loop --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def noted_signals():
+    """Within, Ctrl-C and SIGTERM are only noted, in the list that this gives; a second one ends the process at once."""
+    caught: list[int] = []
+
+    def note(number, _):
+        caught.append(number)
+        for each in before:
+            signal.signal(each, signal.SIG_DFL)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def train(cfg: Config, fresh: bool = False, profile: bool = False) -> int:
     """Train until max_steps or a signal.  Returns the exit code: 0, 1 diverged, 130 after Ctrl-C, 143 after SIGTERM."""
     corpus = load_corpus(cfg)
     vocab_size = corpus.tokenizer.vocab_size
-    if fresh:
-        checkpoint.move_aside(cfg.out_dir)
-    changed, start = checkpoint.resume_point(cfg, corpus.fingerprint)
+    changed, start = ([], 0) if fresh else checkpoint.resume_point(cfg, corpus)
     if start and start >= cfg.max_steps:
-        done = f"{start:,} of {cfg.max_steps:,} steps"
-        print(f"{cfg.out_dir} is finished: {done}.  Go on with --max_steps {2 * start}, or start over with --fresh.")
+        print(report.finished(cfg, start))
         return 0
-
     init_state = make_init_state(cfg, vocab_size)
     hw = make_mesh_and_shardings(cfg, init_state)
-    graph = model_graph(cfg, vocab_size, hw.dtype)
-    train_step = make_train_step(cfg, graph, hw)
-    eval_step = make_eval_step(graph)
-    like = abstract_state(init_state, hw)
-    n_params = sum(x.size for x in jax.tree.leaves(like.params))
-    flops_per_step = report.flops_per_token(cfg, n_params) * cfg.batch_size * cfg.block_size
+    graph, _ = nnx.split(abstract_model(cfg, vocab_size, hw.dtype))
+    train_step, eval_step = make_train_step(cfg, graph, hw), make_eval_step(graph)
+    n_params = sum(math.prod(x.shape) for x in jax.tree.leaves(hw.state.params))
+    meta = checkpoint.make_meta(cfg, corpus)
+    if fresh:  # only now that everything has been checked
+        checkpoint.move_aside(cfg.out_dir)
     print(report.banner(cfg, hw, corpus, n_params, start), *changed, "compiling...", sep="\n", flush=True)
-    meta = dict(
-        config=asdict(cfg),
-        tokenizer=dict(kind=corpus.tokenizer.kind, symbols=corpus.tokenizer.symbols),
-        fingerprint=corpus.fingerprint,
-        versions=dict(jax=jax.__version__, numpy=np.__version__, optax=optax.__version__),
-    )
 
-    with Checkpoints(cfg.out_dir) as checkpoints, Signals() as caught, report.Screen(cfg, start) as screen:
-        # Born sharded: compiled with its layout, the state never exists whole on any one device.
-        state = checkpoints.restore(like) if start else jax.jit(init_state, out_shardings=hw.state)()
-        metrics, device_metrics = report.Metrics(cfg.out_dir, start), {}
+    with (
+        noted_signals() as caught,
+        Checkpoints(cfg.out_dir) as checkpoints,
+        report.Screen(cfg, start, profile) as screen,
+    ):
+        # Born where it shall live: compiled with its layout, the state never exists whole on any one device.
+        state = checkpoints.restore(hw.state) if start else jax.jit(init_state, out_shardings=hw.layout)()
+        metrics, device_metrics = report.Metrics(cfg, start), {}
         for step in range(start, cfg.max_steps + 1):  # `step` updates are done
-            stop, final = bool(caught), step == cfg.max_steps
+            final = step == cfg.max_steps
+            stop = bool(caught) and not final
             log = step > start and (step % cfg.log_interval == 0 or final)
             evaluate_now = not stop and (step % cfg.eval_interval == 0 or final)
             save = step > start and (step % cfg.checkpoint_interval == 0 or final or stop)
@@ -297,14 +295,14 @@ def train(cfg: Config, fresh: bool = False, profile: bool = False) -> int:
                 screen.write(f"error: loss or gradient not finite at step {good + 1}; the last good state is kept")
                 return 1
             if log:
-                now = {name: float(x) for name, x in jax.device_get(device_metrics).items()}
-                metrics.add(screen.log(step, now, flops_per_step, hw.peak_flops))
+                values = {name: float(x) for name, x in jax.device_get(device_metrics).items()}
+                metrics.add(screen.log(step, values, n_params, hw.peak_flops))
             if evaluate_now:
                 val_loss = evaluate(eval_step, state.params, corpus.val, cfg, hw)
                 metrics.add(dict(step=step, val_loss=val_loss))
                 metrics.plot()
                 screen.evaluation(step, val_loss, sample_text(state.params, cfg, corpus))
-                if step > start or final:
+                if step or final:
                     checkpoints.save_best(state, meta, val_loss)
             if save:
                 checkpoints.save(state, meta)
@@ -312,8 +310,6 @@ def train(cfg: Config, fresh: bool = False, profile: bool = False) -> int:
                 break
             if evaluate_now or save:
                 screen.restart_clock()
-            if profile:
-                report.trace(cfg, step - start, screen)
             batch = jax.device_put(get_batch(corpus.train, cfg, step), hw.batch)
             # Returns at once: the device works on, and Python prepares the next batch.
             state, device_metrics = train_step(state, batch, np.int32(step))
@@ -321,14 +317,12 @@ def train(cfg: Config, fresh: bool = False, profile: bool = False) -> int:
     if stop:
         print(f"stopped by {signal.Signals(caught[0]).name} after step {step:,}; the same command goes on from there")
         return 128 + caught[0]
-    seconds = time.perf_counter() - screen.begun if screen.begun else 0
-    print(f"{cfg.max_steps:,} steps done, {seconds:.0f} s after the first.  The curve is {cfg.out_dir}/loss.png.  Now:")
-    print(f'python sample.py --out_dir {cfg.out_dir} --prompt "ROMEO:" --max_new_tokens 300 --temperature 0.8')
+    print(report.done(cfg, corpus, screen))
     return 0
 
 
 def main(argv):
-    fresh, profile = "move the run in out_dir aside and start over", "write a trace of a few steps"
+    fresh, profile = "move the run in out_dir aside and start over", "write a trace of steps 10 to 15 of this process"
     cfg, switches = parse(Config, argv, __doc__, fresh=fresh, profile=profile)
     return train(cfg, **switches)
 

