@@ -12,10 +12,12 @@ import tempfile
 # Before jax is imported.  Subprocesses of the tests inherit it.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
-# Many tests compile the same programs: each is compiled once in a session, into a cache that the session starts empty.
-os.environ["JAX_COMPILATION_CACHE_DIR"] = cache = tempfile.mkdtemp(prefix="jax-cache-")
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-atexit.register(shutil.rmtree, cache, ignore_errors=True)
+# Many tests compile the same programs.  Each is compiled once a session, into a cache that the session starts empty and
+# that its worker processes share.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = cache = tempfile.mkdtemp(prefix="jax-cache-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    atexit.register(shutil.rmtree, cache, ignore_errors=True)
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
@@ -41,7 +43,7 @@ def text_file(tmp_path_factory):
 @pytest.fixture
 def cfg(text_file, tmp_path):
     """A configuration that compiles in a second or two and runs on the eight devices."""
-    small = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=16, dropout=0.1)
+    small = dict(n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=16, dropout=0.1)
     run = dict(max_steps=20, warmup_steps=5, log_interval=5, eval_interval=10, checkpoint_interval=10, sample_tokens=8)
     rates = dict(learning_rate=1e-2, min_lr=1e-3)
     return Config(dataset=str(text_file), out_dir=str(tmp_path / "run"), **small, **run, **rates)

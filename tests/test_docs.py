@@ -20,7 +20,9 @@ COMMANDS = [line.split("#")[0].strip() for block in BLOCKS for line in block.spl
 assert len(COMMANDS) >= 5, "the README's blocks of commands are not where this file looks for them"
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if re.search(r"\b(train|sample)\.py", c) and "--help" not in c])
+@pytest.mark.parametrize(
+    "command", [c for c in COMMANDS if re.search(r"\b(train|sample)\.py", c) and "--help" not in c]
+)
 def test_command_parses(command):
     name, *flags = shlex.split(command)[1:]
     switches = dict(fresh="", profile="") if name == "train.py" else {}

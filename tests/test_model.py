@@ -16,6 +16,12 @@ from model import GPT
 V = 65
 
 
+@pytest.fixture
+def cfg(cfg):
+    """Two blocks, so that the second one's input is not the embedding."""
+    return replace(cfg, n_layer=2)
+
+
 def numpy_forward(params: dict, tokens: np.ndarray, cfg: Config) -> np.ndarray:
     """The same architecture written a second time: float64, one sequence and one head at a time, no library."""
     D = cfg.n_embd // cfg.n_head

@@ -21,6 +21,11 @@ from sample import SampleConfig, choose, generate
 V = 20
 
 
+@pytest.fixture
+def cfg(cfg):
+    return replace(cfg, n_layer=2)
+
+
 @pytest.fixture(scope="module")
 def model_of():
     """cfg -> a model that has opinions: larger weights than at the start of training."""

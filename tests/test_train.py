@@ -106,8 +106,8 @@ def test_one_batch_can_be_learned_by_heart(one_device, cfg):
 
 @pytest.mark.parametrize("fsdp, tensor", [(1, 1), (2, 2)])
 def test_every_program_is_compiled_once(cfg, fsdp, tensor, caplog):
-    """One "Finished XLA compilation" of the step, of the evaluation and of sampling in a run that does each of them
-    several times, on eight devices."""
+    """One "Finished XLA compilation" of the step and of the evaluation in a run that does each several times, on
+    eight devices; where parameters are not cut, also one of each program that samples."""
     jax.clear_caches()
     jax.config.update("jax_log_compiles", True)
     try:
@@ -117,14 +117,14 @@ def test_every_program_is_compiled_once(cfg, fsdp, tensor, caplog):
         jax.config.update("jax_log_compiles", False)
     compiled = [re.search(r"XLA compilation of (\S+)", r.getMessage()) for r in caplog.records]
     names = [m.group(1) for m in compiled if m]
-    for name in "train_step", "eval_step", "prefill", "decode":
+    for name in ("train_step", "eval_step", "prefill", "decode")[: 4 if fsdp == tensor == 1 else 2]:
         assert sum(name in n for n in names) == 1, (name, [n for n in names if name in n])
 
 
 @pytest.mark.parametrize("fsdp, tensor", [(1, 1), (4, 2)])
 def test_step_takes_over_its_state_and_keeps_its_layout(cfg, fsdp, tensor):
     """The old arrays are gone, and each new one lies where the old one lay."""
-    corpus, hw, state, step = setup(replace(cfg, fsdp=fsdp, tensor=tensor))
+    corpus, hw, state, step = setup(replace(cfg, fsdp=fsdp, tensor=tensor, log_interval=1))
     new, _ = step(state, jax.device_put(get_batch(corpus.train, cfg, 0), hw.batch), np.int32(0))
     assert all(x.is_deleted() for x in jax.tree.leaves(state.params))
     for old, x, wanted in zip(*map(jax.tree.leaves, (state, new, hw.state))):
@@ -173,7 +173,7 @@ def test_loop_fetches_nothing_between_log_lines(one_device, cfg, monkeypatch):
 
 def test_dropout_mask_follows_the_step(one_device, cfg):
     """The same batch from the same parameters has another loss at another step, and the same loss at the same step."""
-    cfg = replace(cfg, dropout=0.5, log_interval=1)
+    cfg = replace(cfg, log_interval=1)
     corpus, hw, _, step = setup(cfg)
     batch = jax.device_put(get_batch(corpus.train, cfg, 0), hw.batch)
 
@@ -201,14 +201,14 @@ def test_micro_batches_add_up_to_the_batch(one_device, cfg):
 @pytest.mark.parametrize("fsdp, tensor", [(1, 1), (8, 1), (4, 2)])
 def test_eight_devices_compute_what_one_does(cfg, fsdp, tensor, request):
     """The same batches and dropout give the same losses, however arrays are cut; and large ones really are cut."""
-    cfg = replace(cfg, log_interval=1, dropout=0.2)
+    cfg = replace(cfg, log_interval=1)
     eight, state = run_steps(replace(cfg, fsdp=fsdp, tensor=tensor), 6)
     moments = state.opt_state[1][0].mu
     for tree in (
         state.params,
         moments,
     ):  # bytes per device by formula: C over fsdp, heads and hidden channels over tensor
-        block, C, F = tree["h"][1], cfg.n_embd, cfg.n_hidden
+        block, C, F = tree["h"][0], cfg.n_embd, cfg.n_hidden
         for part, name, shape in (
             (block["attn"], "q_proj", (C // fsdp, C // tensor)),
             (block["attn"], "o_proj", (C // tensor, C // fsdp)),
@@ -369,7 +369,7 @@ def test_signal_during_the_last_step_still_ends_the_run_whole(one_device, cfg, m
 @pytest.mark.parametrize("then", [dict(fsdp=8), dict(fsdp=2, tensor=2), "one device"])
 def test_checkpoint_of_one_mesh_is_read_on_another(cfg, then, request):
     """Saved by fsdp 4 x tensor 2; exactly the same arrays on 8 devices laid out otherwise, and on one."""
-    saved = replace(cfg, fsdp=4, tensor=2)
+    saved = replace(cfg, fsdp=4, tensor=2, log_interval=1)
     corpus, hw, state, step = setup(saved)
     state, _ = step(state, jax.device_put(get_batch(corpus.train, cfg, 0), hw.batch), np.int32(0))
     with checkpoint.Checkpoints(cfg.out_dir) as checkpoints:
@@ -388,7 +388,7 @@ def test_checkpoint_of_one_mesh_is_read_on_another(cfg, then, request):
 def test_save_is_of_its_moment(one_device, cfg):
     """Saving goes on in the background while later steps reuse the state's memory; what is read back is the state
     that was saved."""
-    corpus, hw, state, step = setup(replace(cfg, n_embd=64))
+    corpus, hw, state, step = setup(replace(cfg, log_interval=1))
     with checkpoint.Checkpoints(cfg.out_dir) as checkpoints:
         for i in range(6):
             state, _ = step(state, jax.device_put(get_batch(corpus.train, cfg, i), hw.batch), np.int32(i))
@@ -419,12 +419,12 @@ def test_finished_run_says_so(one_device, cfg, capsys):
 
 
 def test_fresh_moves_the_old_run_aside(one_device, cfg):
-    cfg = replace(cfg, max_steps=2)
+    cfg = replace(cfg, max_steps=3)
     train.train(cfg)
     before = Path(cfg.out_dir, "metrics.jsonl").read_bytes()
     for n in 1, 2:
         train.train(cfg, fresh=True)
-        assert checkpoint.find(f"{cfg.out_dir}.{n}").name == "2"
+        assert checkpoint.find(f"{cfg.out_dir}.{n}").name == "3"
     assert Path(f"{cfg.out_dir}.1", "metrics.jsonl").read_bytes() == before
     with pytest.raises(UserError):
         train.train(replace(cfg, tensor=3), fresh=True)
@@ -433,9 +433,9 @@ def test_fresh_moves_the_old_run_aside(one_device, cfg):
 
 def test_another_model_tokenizer_or_corpus_is_refused(one_device, cfg, text_file, tmp_path):
     """Both values are named and nothing is touched."""
-    train.train(replace(cfg, max_steps=2))
+    train.train(replace(cfg, max_steps=3))
     files = {p: p.read_bytes() for p in Path(cfg.out_dir).rglob("*") if p.is_file()}
-    for knobs, says in (dict(n_layer=3), "n_layer 2, not 3"), (dict(tokenizer="byte"), "tokenizer char, not byte"):
+    for knobs, says in (dict(n_layer=3), "n_layer 1, not 3"), (dict(tokenizer="byte"), "tokenizer char, not byte"):
         with pytest.raises(UserError, match=says):
             train.train(replace(cfg, **knobs))
     other = tmp_path / "other.txt"
@@ -446,12 +446,12 @@ def test_another_model_tokenizer_or_corpus_is_refused(one_device, cfg, text_file
 
 
 def test_changed_rate_is_obeyed_and_reported(one_device, cfg, capsys):
-    train.train(replace(cfg, max_steps=5))
+    train.train(replace(cfg, max_steps=3))
     capsys.readouterr()
     changed = replace(cfg, max_steps=10, learning_rate=5e-3)
     train.train(changed)
     out = capsys.readouterr().out
-    assert "learning_rate 0.01 -> 0.005" in out and "max_steps 5 -> 10" in out and "after step 5 of 10" in out
+    assert "learning_rate 0.01 -> 0.005" in out and "max_steps 3 -> 10" in out and "after step 3 of 10" in out
     assert records(cfg)[-2]["lr"] == pytest.approx(float(train.learning_rate(changed)(9)))
 
 
