@@ -102,6 +102,10 @@ def test_seeds_and_rows(cfg, model_of):
     assert (a != text_of(model, cfg, prompt, max_new_tokens=40, temperature=2.0, seed=1)).any()
     rows = text_of(model, cfg, prompt, max_new_tokens=40, temperature=2.0, num_samples=3)
     assert len({tuple(row) for row in rows}) == 3
+    graph, params = nnx.split(model)
+    indifferent = nnx.merge(graph, jax.tree.map(jnp.zeros_like, params))  # every token as likely as any other
+    drawn = text_of(indifferent, cfg, prompt, max_new_tokens=40, temperature=1.0)
+    assert len(set(drawn[0].tolist())) > 8, "a random key was used for more than one token"
 
 
 def frequencies(temperature=1.0, top_k=2**30, top_p=1.0, n=40_000):
