@@ -34,7 +34,7 @@ class TrainState(NamedTuple):
     """All that changes during training, as one pytree: what the step takes and returns, and what is saved."""
 
     step: jax.Array  # int32 [], completed updates
-    params: Any  # nnx.State of float32 arrays
+    params: Any  # nested dicts of float32 arrays
     opt_state: Any  # optax: AdamW's two moments per parameter, and its own step count
     recent: jax.Array  # float32 [2], sum and number of the losses since the last log line: a resumed run logs them too
 
@@ -161,6 +161,8 @@ def load_model(out_dir: str, which: str):
     cfg = Config(**meta["config"])
     tokenizer = make_tokenizer(**meta["tokenizer"])
     graph, like = nnx.split(abstract_model(cfg, tokenizer.vocab_size))
-    like = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), like)  # numpy: any device may read what any device wrote
+    like = jax.tree.map(
+        lambda x: np.empty(x.shape, x.dtype), nnx.to_pure_dict(like)
+    )  # numpy: any device may read what any device wrote
     params = ocp.StandardCheckpointer().restore(path / "params", like)
     return nnx.merge(graph, jax.device_put(params)), cfg, tokenizer, int(path.name)

@@ -78,7 +78,7 @@ class Config:
 
 PRESETS = {  # what differs from the defaults above
     "nano": dict(n_layer=6, n_head=2, n_embd=64, block_size=128, dropout=0.0, batch_size=8, max_steps=4_000,
-                 learning_rate=1e-2, min_lr=0.0, log_interval=100, eval_interval=1_000, checkpoint_interval=1_000),
+                 learning_rate=6e-3, min_lr=0.0, log_interval=100, eval_interval=1_000, checkpoint_interval=1_000),
     "tiny": dict(),
 }
 

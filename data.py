@@ -115,12 +115,12 @@ def get_batch(tokens: np.ndarray, cfg: Config, step: int, rows: slice = slice(No
     n_windows, slack = divmod(len(tokens) - 1, T)
     if n_windows > 1:  # give one window up, so that the offset of a pass can be anything in 0 .. T - 1
         n_windows, slack = n_windows - 1, T - 1
-    starts = []
-    for i in range(step * B, (step + 1) * B)[rows]:
-        epoch, k = divmod(i, n_windows)
-        offset, order = epoch_order(cfg.seed, epoch, n_windows, slack)
-        starts.append(offset + T * order[k])
-    return tokens[np.array(starts)[:, None] + np.arange(T + 1)].astype(np.int32)
+    epochs, k = np.divmod(np.arange(step * B, (step + 1) * B)[rows], n_windows)
+    starts = np.empty_like(k)
+    for epoch in np.unique(epochs):  # nearly always one
+        offset, order = epoch_order(cfg.seed, int(epoch), n_windows, slack)
+        starts[epochs == epoch] = offset + T * order[k[epochs == epoch]]
+    return tokens[starts[:, None] + np.arange(T + 1)].astype(np.int32)
 
 
 def eval_batches(tokens: np.ndarray, cfg: Config, rows: slice = slice(None)) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -166,6 +166,9 @@ def make_init_state(cfg: Config, vocab_size: int) -> Callable[[], TrainState]:
 
     def init_state():
         _, params = nnx.split(GPT(cfg, vocab_size, nnx.Rngs(params=random_keys(cfg)[0])))
+        params = nnx.to_pure_dict(
+            params
+        )  # each step takes the state apart: C++ does it for dicts, Python for nnx.State
         return TrainState(jnp.int32(0), params, make_optimizer(cfg).init(params), jnp.zeros(2))
 
     return init_state

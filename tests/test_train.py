@@ -139,7 +139,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(one_device, cfg):
     good = jax.device_put(get_batch(corpus.train, cfg, 0), hw.batch)
     state, _ = step(state, good, np.int32(0))
     broken = jax.tree.map(lambda x: x.copy(), state)
-    broken.params["norm"]["scale"] = broken.params["norm"]["scale"].replace(jnp.full(cfg.n_embd, jnp.inf))
+    broken.params["norm"]["scale"] = jnp.full(cfg.n_embd, jnp.inf)
     before = flat(broken)
     for i in 1, 2:
         broken, metrics = step(broken, good, np.int32(i))
@@ -215,7 +215,7 @@ def test_eight_devices_compute_what_one_does(cfg, fsdp, tensor, request):
             (block["mlp"], "up_proj", (C // fsdp, F // tensor)),
             (block["mlp"], "down_proj", (F // tensor, C // fsdp)),
         ):
-            assert part[name]["kernel"][...].addressable_shards[0].data.shape == shape
+            assert part[name]["kernel"].addressable_shards[0].data.shape == shape
     request.getfixturevalue("one_device")
     one, _ = run_steps(cfg, 6)
     np.testing.assert_allclose(eight, one, rtol=1e-4)
