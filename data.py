@@ -120,7 +120,7 @@ def get_batch(tokens: np.ndarray, cfg: Config, step: int, rows: slice = slice(No
     for epoch in np.unique(epochs):  # nearly always one
         offset, order = epoch_order(cfg.seed, int(epoch), n_windows, slack)
         starts[epochs == epoch] = offset + T * order[k[epochs == epoch]]
-    return tokens[starts[:, None] + np.arange(T + 1)].astype(np.int32)
+    return np.lib.stride_tricks.sliding_window_view(tokens, T + 1)[starts].astype(np.int32)
 
 
 def eval_batches(tokens: np.ndarray, cfg: Config, rows: slice = slice(None)) -> Iterator[tuple[np.ndarray, np.ndarray]]:
