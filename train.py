@@ -68,7 +68,7 @@ def make_mesh_and_shardings(cfg: Config, init_state: Callable[[], TrainState]) -
     from jax.sharding import PartitionSpec as P
 
     rows = cfg.batch_size // cfg.grad_accum
-    if "JAX_NUM_CPU_DEVICES" not in os.environ:
+    if "JAX_NUM_CPU_DEVICES" not in os.environ and jax.__version_info__ >= (0, 12):  # 0.10.2 was seen to hang so
         # On a CPU each core is a device.  Data parallelism then meets once a step; threads that share one device's
         # small operations meet in each of them, which took a third of nano's time on two cores.  Says nothing to a TPU.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
