@@ -1,4 +1,4 @@
-"""Command lines: flags made from a dataclass of knobs, and what a script's exceptions become.
+"""Command lines: flags made from a dataclass of knobs, and what becomes of a script's exceptions and of signals.
 
 No flag is written down twice: config.Config and sample.SampleConfig say what there is, and this turns them into flags,
 their --help and their refusals.
@@ -7,7 +7,11 @@ their --help and their refusals.
 import argparse
 import difflib
 import os
+import signal
 import sys
+import threading
+import traceback
+from contextlib import contextmanager
 from dataclasses import fields, replace
 
 from config import PRESETS, Config, UserError
@@ -41,20 +45,94 @@ def parse(cls, argv: list[str], doc: str, **switches: str):
     return (cfg if cfg.out_dir else replace(cfg, out_dir=os.path.join("out", preset))), on
 
 
+def keep_compiled_programs() -> None:
+    """A program is compiled once a machine, not once a process: JAX keeps it in the user's cache directory.
+
+    JAX_COMPILATION_CACHE_DIR names another directory, for one that outlives a Colab runtime, say; set to nothing it
+    turns this off.
+    """
+    import jax
+
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    for flag, value in (
+        ("jax_compilation_cache_dir", os.path.join(home, "tpu-llm-from-scratch", "compiled")),
+        ("jax_persistent_cache_min_compile_time_secs", 0.0),  # JAX would leave out what took less than a second
+    ):
+        if flag.upper() not in os.environ:
+            jax.config.update(flag, value)
+
+
 def run(main) -> None:
     """Call a script's main and turn what it raises into the exit codes of this project."""
+    keep_compiled_programs()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # an ASCII console shows ? instead of crashing on an accent
     try:
-        sys.exit(main(sys.argv[1:]))
+        code = main(sys.argv[1:])
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
-        sys.exit(2)
+        code = 2
     except KeyboardInterrupt:
-        sys.exit(130)
+        code = 130
     except BrokenPipeError:  # `python sample.py | head`: the reader has gone, and so may we
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+        code = 141
     except OSError as e:  # a full disk, a directory that may not be written
         print(f"error: {e}", file=sys.stderr)
-        sys.exit(1)
+        code = 1
+    except Exception:  # a fault in this program
+        traceback.print_exc()
+        code = 1
+    if code:  # at once: Python would first wait, for minutes, for other processes, which wait for what we have not done
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+@contextmanager
+def noted_signals(several: bool):
+    """Within, Ctrl-C, SIGTERM and SIGHUP (the terminal has gone) are only noted, in the list that this gives; a second
+    one ends the process at once.
+
+    With several processes, all must stop after the same step.  JAX's runtime catches SIGTERM and lets them agree on one
+    (hw.preempted), so the other signals are passed on to it as SIGTERM, and only they end the process when they come
+    twice.
+
+    Python runs a signal's handler when its main thread comes back from C++, which may be compiling for a minute.  So a
+    thread listens as well: Python's C code writes each signal's number into a pipe at the moment it arrives.
+    """
+    caught: list[int] = []
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def note(number, _):
+        if several:
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            caught.append(number)
+
+    def listen():
+        heard = 0
+        while number := os.read(reader, 1):
+            if number[0] in before:
+                heard += 1
+                if heard > 1:
+                    os._exit(128 + number[0])
+                name = signal.Signals(number[0]).name
+                os.write(2, f"\n{name}: finishing this step and saving; once more ends at once\n".encode())
+
+    wanted = [signal.SIGINT] + [signal.SIGTERM] * (not several) + [signal.SIGHUP] * hasattr(signal, "SIGHUP")
+    wanted = [number for number in wanted if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores one
+    before = {number: signal.signal(number, note) for number in wanted}
+    before_fd = signal.set_wakeup_fd(writer)
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
+    try:
+        yield caught
+    finally:
+        signal.set_wakeup_fd(before_fd)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(writer)  # ends the listener
+        listener.join()
+        os.close(reader)

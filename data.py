@@ -105,7 +105,7 @@ def epoch_order(seed: int, epoch: int, n_windows: int, slack: int) -> tuple[int,
     return int(rng.integers(slack + 1)), rng.permutation(n_windows)
 
 
-def get_batch(tokens: np.ndarray, cfg: Config, step: int, rows: slice = slice(None)) -> np.ndarray:
+def get_batch(tokens: np.ndarray, cfg: Config, step: int, rows: slice | np.ndarray = slice(None)) -> np.ndarray:
     """The batch of `step`: int32 [B, T + 1], or the given rows of it.  Inputs are [:, :-1], targets [:, 1:].
 
     Every pass over the corpus visits its windows once each, in an order of its own; each pass cuts the corpus at
@@ -123,7 +123,9 @@ def get_batch(tokens: np.ndarray, cfg: Config, step: int, rows: slice = slice(No
     return np.lib.stride_tricks.sliding_window_view(tokens, T + 1)[starts].astype(np.int32)
 
 
-def eval_batches(tokens: np.ndarray, cfg: Config, rows: slice = slice(None)) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def eval_batches(
+    tokens: np.ndarray, cfg: Config, rows: slice | np.ndarray = slice(None)
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Fixed windows that predict every token but the first exactly once: (int32 [B, T + 1], weights [B, T]).
 
     B is what a micro-batch holds, which is known to fit in memory.  The last window is ragged and the last batch may

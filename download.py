@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from config import UserError
+from storage import write_whole
 
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 SHAKESPEARE_URLS = (
@@ -110,10 +111,3 @@ def plays_to_text(plays: Iterable[str]) -> str:
         text = re.sub(r"\n\s*\n(?!\*\*)", "\n", text)  # the gap that a direction left within a speech
         speeches.append(re.sub(r"^\*\*(.+?)\*\*$", r"\1:", text, flags=re.M).strip())
     return "\n".join("\n\n".join(speeches).split("\n")[:40_000]) + "\n"
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Under a temporary name first, so that no reader, and no crash, ever meets half a file.  Path may be an epath."""
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(content)
-    part.replace(path)

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from checkpoint import run_path
+import checkpoint
 from config import Config
 from data import Corpus
-from download import write_whole
+from storage import run_path, write_whole
 
 RULE = "-" * 60
 NO_ACCELERATOR = """\
@@ -75,23 +75,32 @@ def duration(seconds: float) -> str:
 class Screen:
     """Log lines on stdout; on a terminal also a progress bar, on stderr.  Keeps the clock that tokens/s come from."""
 
-    def __init__(self, cfg: Config, start: int, profile: bool):
-        self.cfg, self.start, self.begun, self.profile, self.tracing = cfg, start, None, profile, False
+    def __init__(self, cfg: Config, profile: bool, primary: bool):
+        self.cfg, self.profile, self.primary = cfg, profile, primary
+        self.begun, self.tracing, self.steps = None, False, 0
         self.opened = time.perf_counter()
-        self.steps = 0
+        self.bar = None
+
+    def begin(self, start: int, *lines: str) -> None:
+        hidden = None if self.primary else True  # None: unless there is a terminal
+        self.start = start
+        self.bar = tqdm(total=self.cfg.max_steps, initial=start, unit="step", disable=hidden, dynamic_ncols=True)
+        self.write("\n".join(lines))
         self.restart_clock()
-        self.bar = tqdm(total=cfg.max_steps, initial=start, unit="step", disable=None, dynamic_ncols=True)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        self.bar.close()
+        if self.bar is not None:
+            self.bar.close()
         if self.tracing:
             self.stop_trace()
 
     def write(self, text: str) -> None:
-        self.bar.write(text)
+        if not self.primary:
+            return
+        (self.bar or tqdm).write(text)
         sys.stdout.flush()  # tqdm does not, and a log that is a file should be up to date
 
     def stepped(self, state) -> None:
@@ -157,30 +166,50 @@ def done(cfg: Config, corpus: Corpus, screen: Screen) -> str:
     )
 
 
+def read_records(path) -> list[dict]:
+    """The lines of a metrics.jsonl, as far as they are whole."""
+    records = []
+    for line in path.read_bytes().decode(errors="replace").splitlines() if path.exists() else ():
+        try:
+            records.append(json.loads(line))
+        except ValueError:  # the last line of a run that was killed while writing it
+            pass
+    return [r for r in records if isinstance(r, dict) and "step" in r]
+
+
+def evaluated(cfg: Config, step: int) -> bool:
+    """Whether nothing is missing of the evaluation at `step`: neither its record nor, if it was the lowest, its
+    checkpoint."""
+    records = read_records(run_path(cfg.out_dir) / "metrics.jsonl")
+    losses = {r["step"]: r["val_loss"] for r in records if "val_loss" in r and r["step"]}
+    saved = [checkpoint.lowest(meta) for _, meta in checkpoint.whole(cfg.out_dir, "best")]
+    return step in losses and (losses[step] > min(losses.values()) or saved[0] <= losses[step])
+
+
 class Metrics:
     """metrics.jsonl and loss.png.  Opened at step n, it drops what an interrupted run wrote after its checkpoint n."""
 
-    def __init__(self, cfg: Config, start: int):
-        self.folder, self.records = run_path(cfg.out_dir), []
-        self.folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, cfg: Config, start: int, primary: bool):
+        self.primary = primary
+        self.folder = run_path(cfg.out_dir)
         self.path = self.folder / "metrics.jsonl"
-        for line in self.path.read_text().splitlines() if self.path.exists() else ():
-            try:
-                record = json.loads(line)
-            except ValueError:  # the last line of a run that was killed while writing it
-                continue
-            # An evaluation at n itself is made again, for the run may have died between it and its checkpoint.
-            again = "val_loss" in record and start % cfg.eval_interval == 0
-            if record["step"] < start or (record["step"] == start and not again):
-                self.records.append(record)
-        write_whole(self.path, "".join(json.dumps(r) + "\n" for r in self.records).encode())
+        # An evaluation at n itself is made again, for the run may have died between it and its checkpoint.
+        again = start % cfg.eval_interval == 0 or start == cfg.max_steps
+        before = lambda r: r["step"] < start or (r["step"] == start and not ("val_loss" in r and again))
+        self.records = [r for r in read_records(self.path) if before(r)]
+        if primary:
+            write_whole(self.path, "".join(json.dumps(r) + "\n" for r in self.records).encode())
 
     def add(self, record: dict) -> None:
         self.records.append(record)
+        if not self.primary:
+            return
         with self.path.open("a") as f:
             f.write(json.dumps(record) + "\n")
 
     def plot(self) -> None:
+        if not self.primary:
+            return
         from matplotlib.figure import Figure  # loaded when first needed; without pyplot it asks for no display
 
         figure = Figure(figsize=(8, 4.5), layout="constrained")

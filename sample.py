@@ -1,4 +1,4 @@
-"""Text from a trained model, one token at a time.  Fifth file to read.
+"""Text from a trained model, one token at a time.
 
     python sample.py --preset tiny --prompt "ROMEO:" --max_new_tokens 300 --temperature 0.8
 
@@ -13,6 +13,7 @@ Two compiled programs do everything, whatever the length of prompt and text: `pr
 prompt, `decode` makes up to DECODE new ones.
 """
 
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -23,13 +24,15 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 from flax import nnx
 
-from checkpoint import load_model
+import checkpoint
 from cli import parse, run
-from config import Config, UserError, check_ranges, knob
-from data import Corpus
+from config import PRESETS, Config, UserError, check_ranges, knob
+from data import Corpus, make_tokenizer
 from model import GPT, abstract_model
+from storage import run_path
 
 PREFILL, DECODE = 64, 16
 
@@ -143,6 +146,33 @@ def sample_text(params, cfg: Config, corpus: Corpus) -> str:
     graph, _ = nnx.split(abstract_model(cfg, tokenizer.vocab_size))
     how = SampleConfig(max_new_tokens=cfg.sample_tokens, seed=cfg.seed)
     return tokenizer.decode([i for new in generate(nnx.merge(graph, params), cfg, prompt, how) for i in new[0]])
+
+
+def load_model(out_dir: str, which: str):
+    """For sampling: (model, config, tokenizer, completed updates), all of them from the checkpoint.
+
+    The model computes in float32, and its arrays are on the default device, whatever they were trained on.
+    """
+    found = checkpoint.whole(out_dir, which)
+    for path, meta in found:
+        cfg, tokenizer = Config(**meta["config"]), make_tokenizer(**meta["tokenizer"])
+        graph, like = nnx.split(abstract_model(cfg, tokenizer.vocab_size))
+        # Into numpy: any device may read what any device wrote.
+        like = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), nnx.to_pure_dict(like))
+        try:
+            params = ocp.StandardCheckpointer().restore(path / "params", like)
+        except Exception as e:  # damaged; or just replaced, by a run that is training
+            print(f"{path} cannot be read ({checkpoint.unreadable(e)})", file=sys.stderr)
+            continue
+        return nnx.merge(graph, jax.device_put(params)), cfg, tokenizer, int(path.name)
+    if found:
+        raise UserError(f"no checkpoint in {out_dir} can be read")
+    have = sorted(p.name for p in run_path("out").glob("*") if checkpoint.find(p))
+    name = os.path.basename(out_dir)
+    preset = out_dir == os.path.join("out", name) and name in PRESETS
+    so_far = f" (trained so far: {', '.join(have)})" if have else ""
+    flag = f"--preset {name}" if preset else f"--out_dir {out_dir}"
+    raise UserError(f"no checkpoint in {out_dir}; train first: python train.py {flag}{so_far}")
 
 
 def main(argv):

@@ -14,7 +14,7 @@ import math
 import os
 import signal
 from collections.abc import Callable
-from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +26,7 @@ from flax import nnx
 import checkpoint
 import report
 from checkpoint import Checkpoints, TrainState
-from cli import parse, run
+from cli import noted_signals, parse, run
 from config import Config, UserError
 from data import eval_batches, get_batch, load_corpus
 from model import GPT, abstract_model
@@ -47,10 +47,16 @@ class Hardware(NamedTuple):
     state: TrainState  # of ShapeDtypeStruct: shape, type and layout of every array of the train state
     layout: TrainState  # the layouts alone
     batch: Any  # the layout of a batch [B, T + 1]
+    rows: Callable[[int], np.ndarray]  # of a batch of B rows, the numbers of those that this process makes
+    place: Callable[[np.ndarray], jax.Array]  # its rows of a batch -> the batch
     dtype: str  # what matrix products are computed in
     peak_flops: float | None  # of all devices together; None where unknown
     on_cpu: bool
     description: str
+    several: bool  # processes
+    primary: bool  # the one process that prints
+    gather: Callable[[int], list[int]]  # a number of each process -> those of all, the primary's first
+    preempted: Callable[[int], bool]  # of a step: whether all processes end after it, for one of them was told to
 
 
 def make_mesh_and_shardings(cfg: Config, init_state: Callable[[], TrainState]) -> Hardware:
@@ -64,6 +70,7 @@ def make_mesh_and_shardings(cfg: Config, init_state: Callable[[], TrainState]) -
     the same, but the parameters too are cut over the group, and gathered when needed.  `tensor`: the heads and the
     MLP's hidden channels are cut, so that one matrix product is shared (Megatron: Shoeybi et al. 2019).
     """
+    from jax.experimental import multihost_utils
     from jax.sharding import AxisType, NamedSharding
     from jax.sharding import PartitionSpec as P
 
@@ -76,6 +83,12 @@ def make_mesh_and_shardings(cfg: Config, init_state: Callable[[], TrainState]) -
             jax.config.update("jax_num_cpu_devices", max(n for n in range(1, cores + 1) if rows % n == 0))
         except RuntimeError:
             pass  # JAX has already started, in a notebook say: then with what it has
+    if "JAX_COORDINATOR_ADDRESS" in os.environ:
+        try:
+            id, total = (int(os.environ[name]) for name in ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES"))
+        except (KeyError, ValueError) as e:
+            raise UserError(f"JAX_COORDINATOR_ADDRESS is set, and this that belongs to it is not: {e}") from None
+        jax.distributed.initialize(num_processes=total, process_id=id)
     try:
         devices = jax.devices()
     except RuntimeError as e:  # most often a TPU that another process, or an old notebook, still holds
@@ -120,14 +133,29 @@ def make_mesh_and_shardings(cfg: Config, init_state: Callable[[], TrainState]) -
     best = "float32" if platform == "cpu" or before_ampere else "bfloat16"
     dtype = best if cfg.dtype == "auto" else cfg.dtype
     peak = next((flops for name, flops in PEAK_FLOPS.items() if kind == name or kind.startswith(f"{name}-")), None)
+    batch = NamedSharding(mesh, P(("data", "fsdp")))
+
+    several = jax.process_count() > 1
+
+    def rows_here(B):
+        """Those that any of this process's devices has.  Not always neighbours: a mesh orders devices its own way."""
+        here = batch.addressable_devices_indices_map((B,)).values()
+        return np.unique(np.concatenate([np.arange(B)[index] for index in here]))
+
     return Hardware(
         state=state,
         layout=jax.tree.map(lambda x: x.sharding, state),
-        batch=NamedSharding(mesh, P(("data", "fsdp"))),
+        batch=batch,
+        rows=rows_here,
+        place=partial(jax.make_array_from_process_local_data, batch),
         dtype=dtype,
         peak_flops=peak * n if peak and dtype == "bfloat16" else None,
         on_cpu=platform == "cpu",
         description=f"{n} x {kind} as data {data} x fsdp {cfg.fsdp} x tensor {cfg.tensor}, {dtype}",
+        several=several,
+        primary=jax.process_index() == 0,
+        gather=(lambda n: multihost_utils.process_allgather(np.int32(n)).tolist()) if several else lambda n: [n],
+        preempted=multihost_utils.reached_preemption_sync_point,
     )
 
 
@@ -231,96 +259,92 @@ def make_eval_step(graph) -> Callable:
     return jax.jit(eval_step)
 
 
-def evaluate(eval_step: Callable, params, tokens: np.ndarray, cfg: Config, hw: Hardware) -> float:
-    """Mean loss over the whole split, in fixed windows: the same number for the same parameters, always."""
-    sums, count = [], 0.0
-    for batch, weights in eval_batches(tokens, cfg):
-        sums.append(eval_step(params, jax.device_put(batch, hw.batch), jax.device_put(weights, hw.batch)))
-        count += weights.sum()
+def evaluate(eval_step, params, tokens: np.ndarray, cfg: Config, hw: Hardware, caught=()) -> float | None:
+    """Mean loss over the whole split, in fixed windows: the same number for the same parameters, always.
+
+    None as soon as there is anything in `caught`.
+    """
+    sums, rows = [], hw.rows(cfg.batch_size // cfg.grad_accum)
+    for batch, weights in eval_batches(tokens, cfg, rows):
+        if len(sums) > 1:
+            jax.block_until_ready(sums[-2])  # the device has one to work on, and a signal need not wait for all of them
+        if caught:
+            return None
+        sums.append(eval_step(params, hw.place(batch), hw.place(weights)))
+    count = min(len(tokens) - 1, cfg.eval_tokens)
     return float(np.sum(jax.device_get(sums), dtype=np.float64) / count)
 
 
 # --- the loop --------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def noted_signals():
-    """Within, Ctrl-C and SIGTERM are only noted, in the list that this gives; a second one ends the process at once."""
-    caught: list[int] = []
-
-    def note(number, _):
-        caught.append(number)
-        for each in before:
-            signal.signal(each, signal.SIG_DFL)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def train(cfg: Config, fresh: bool = False, profile: bool = False) -> int:
     """Train until max_steps or a signal.  Returns the exit code: 0, 1 diverged, 130 after Ctrl-C, 143 after SIGTERM."""
     corpus = load_corpus(cfg)
     vocab_size = corpus.tokenizer.vocab_size
-    changed, start = ([], 0) if fresh else checkpoint.resume_point(cfg, corpus)
-    if start and start >= cfg.max_steps:
-        print(report.finished(cfg, start))
-        return 0
     init_state = make_init_state(cfg, vocab_size)
     hw = make_mesh_and_shardings(cfg, init_state)
     graph, _ = nnx.split(abstract_model(cfg, vocab_size, hw.dtype))
     train_step, eval_step = make_train_step(cfg, graph, hw), make_eval_step(graph)
     n_params = sum(math.prod(x.shape) for x in jax.tree.leaves(hw.state.params))
     meta = checkpoint.make_meta(cfg, corpus)
-    if fresh:  # only now that everything has been checked
-        checkpoint.move_aside(cfg.out_dir)
-    print(report.banner(cfg, hw, corpus, n_params, start), *changed, "compiling...", sep="\n", flush=True)
 
     with (
-        noted_signals() as caught,
-        Checkpoints(cfg.out_dir) as checkpoints,
-        report.Screen(cfg, start, profile) as screen,
+        noted_signals(hw.several) as caught,
+        Checkpoints(cfg.out_dir, fresh, hw.primary, hw.gather) as checkpoints,
+        report.Screen(cfg, profile, hw.primary) as screen,
     ):
-        # Born where it shall live: compiled with its layout, the state never exists whole on any one device.
-        state = checkpoints.restore(hw.state) if start else jax.jit(init_state, out_shardings=hw.layout)()
-        metrics, device_metrics = report.Metrics(cfg, start), {}
+        changed, start = checkpoint.resume_point(cfg, corpus)
+        if start > cfg.max_steps or (start == cfg.max_steps and report.evaluated(cfg, start)):
+            screen.write(report.finished(cfg, start))
+            return 0
+        state = checkpoints.restore(hw.state)
+        start = int(state.step) if state else 0
+        screen.begin(start, report.banner(cfg, hw, corpus, n_params, start), *changed, "compiling...")
+        if state is None:  # born where it shall live: compiled with its layout, it never exists whole on any one device
+            state = jax.jit(init_state, out_shardings=hw.layout)()
+        metrics, device_metrics, rows = report.Metrics(cfg, start, hw.primary), {}, hw.rows(cfg.batch_size)
         for step in range(start, cfg.max_steps + 1):  # `step` updates are done
-            final = step == cfg.max_steps
-            stop = bool(caught) and not final
+            final, stop = step == cfg.max_steps, bool(caught) or hw.preempted(step)
             log = step > start and (step % cfg.log_interval == 0 or final)
             evaluate_now = not stop and (step % cfg.eval_interval == 0 or final)
             save = step > start and (step % cfg.checkpoint_interval == 0 or final or stop)
             # The one place where Python waits for the device.  Between two of these it runs ahead.
             if (log or evaluate_now or save) and (good := int(state.step)) != step:
-                screen.write(f"error: loss or gradient not finite at step {good + 1}; the last good state is kept")
+                screen.write(
+                    f"error: loss or gradient not finite at step {good + 1}.  What is saved is from before it; the same"
+                    " command comes here again.  Try a lower --learning_rate, without the latest checkpoint if need be"
+                )
                 return 1
             if log:
                 values = {name: float(x) for name, x in jax.device_get(device_metrics).items()}
                 metrics.add(screen.log(step, values, n_params, hw.peak_flops))
             if evaluate_now:
-                val_loss = evaluate(eval_step, state.params, corpus.val, cfg, hw)
-                metrics.add(dict(step=step, val_loss=val_loss))
-                metrics.plot()
-                screen.evaluation(step, val_loss, sample_text(state.params, cfg, corpus))
-                if step or final:
-                    checkpoints.save_best(state, meta, val_loss)
+                val_loss = evaluate(eval_step, state.params, corpus.val, cfg, hw, caught)
+                if val_loss is None:  # a signal came; the evaluation is made when the run goes on
+                    stop, save = True, step > start
+                else:
+                    metrics.add(dict(step=step, val_loss=val_loss))
+                    metrics.plot()
+                    screen.evaluation(step, val_loss, sample_text(state.params, cfg, corpus))
+                    if step and math.isfinite(val_loss):
+                        checkpoints.save(state, meta, val_loss)
             if save:
                 checkpoints.save(state, meta)
             if final or stop:
                 break
             if evaluate_now or save:
                 screen.restart_clock()
-            batch = jax.device_put(get_batch(corpus.train, cfg, step), hw.batch)
+            batch = hw.place(get_batch(corpus.train, cfg, step, rows))
             # Returns at once: the device works on, and Python prepares the next batch.
             state, device_metrics = train_step(state, batch, np.int32(step))
             screen.stepped(state)
     if stop:
-        print(f"stopped by {signal.Signals(caught[0]).name} after step {step:,}; the same command goes on from there")
-        return 128 + caught[0]
-    print(report.done(cfg, corpus, screen))
+        number = caught[0] if caught else signal.SIGTERM
+        same = "the same command" + " without --fresh" * fresh
+        screen.write(f"stopped by {signal.Signals(number).name} after step {step:,}; {same} goes on from there")
+        return 128 + number
+    screen.write(report.done(cfg, corpus, screen))
     return 0
 
 

@@ -1,15 +1,12 @@
-"""The two scripts as a user runs them, in processes of their own: exit codes, streams, signals."""
+"""The two scripts as a user runs them, in processes of their own: exit codes and streams."""
 
 import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from scripts import SMALL, finish, script
 
 import config
 from cli import parse
@@ -17,18 +14,6 @@ from config import PRESETS, Config, UserError
 from sample import SampleConfig
 
 ROOT = Path(config.__file__).parent
-SMALL = "--n_layer 1 --n_head 2 --n_embd 32 --block_size 16 --batch_size 16 --sample_tokens 8 --log_interval 10".split()
-
-
-def script(name, *flags, **env):
-    command = [sys.executable, str(ROOT / f"{name}.py"), *map(str, flags)]
-    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1", **env}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, encoding="utf-8")
-
-
-def finish(process):
-    out, err = process.communicate(timeout=120)
-    return process.returncode, out, err
 
 
 def test_train_resume_and_sample(text_file, tmp_path):
@@ -42,25 +27,6 @@ def test_train_resume_and_sample(text_file, tmp_path):
     code, out, err = finish(script("sample", *ask, PYTHONIOENCODING="ascii"))
     assert code == 0 and re.fullmatch(r"(?s)ROMEO:.{30}\n", out)
     assert "Traceback" not in err
-
-
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signal_ends_a_run_in_good_order(text_file, tmp_path, number, code):
-    """The step is finished and saved, the exit code is the signal's, and the same command goes on from that step."""
-    flags = [*SMALL, "--dataset", text_file, "--out_dir", tmp_path / "run"]
-    flags += ["--eval_interval", 1_000_000, "--checkpoint_interval", 1_000_000]
-    process = script("train", *flags, "--max_steps", 1_000_000)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    while not (metrics.exists() and '"loss"' in metrics.read_text()):
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(number)
-    returned, out, err = finish(process)
-    assert returned == code and err == ""
-    step = int(re.search(r"stopped by SIG\w+ after step ([\d,]+)", out).group(1).replace(",", ""))
-    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == [str(step)]
-    _, out, _ = finish(script("train", *flags, "--max_steps", step + 5))
-    assert f"going on after step {step:,} of {step + 5:,}" in out
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """sample.py: the cache against whole-sequence passes, the distributions, and the command line."""
 
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +13,10 @@ from flax import nnx
 
 import sample
 import train
-from checkpoint import load_model
 from cli import parse
 from config import Config, UserError
 from model import GPT
-from sample import SampleConfig, choose, generate
+from sample import SampleConfig, choose, generate, load_model
 
 V = 20
 
@@ -215,8 +215,8 @@ def test_bad_flags_are_refused(trained, flags, says):
     assert says in str(e.value)
 
 
-def test_without_a_checkpoint_it_says_what_to_do(tmp_path, monkeypatch):
-    (tmp_path / "out" / "nano" / "checkpoints" / "10").mkdir(parents=True)
+def test_without_a_checkpoint_it_says_what_to_do(trained, tmp_path, monkeypatch):
+    shutil.copytree(trained.out_dir, tmp_path / "out" / "nano")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"train first: python train.py --preset tiny \(trained so far: nano\)"):
         sample.main(["--preset", "tiny"])

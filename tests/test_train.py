@@ -320,50 +320,24 @@ def test_logged_loss_is_the_mean_since_the_last_line(one_device, cfg):
 def interrupted(cfg, step, monkeypatch):
     """Ctrl-C while `step` is being prepared; the exit code."""
 
-    def batch(tokens, cfg, i):
+    def batch(tokens, cfg, i, rows):
         if i == step - 1:
             signal.raise_signal(signal.SIGINT)
         assert i < step, "the loop went on after the signal"
-        return get_batch(tokens, cfg, i)
+        return get_batch(tokens, cfg, i, rows)
 
     with monkeypatch.context() as patch:
         patch.setattr(train, "get_batch", batch)
         return train.train(cfg)
 
 
-@pytest.mark.parametrize("dropout, grad_accum, stop_at", [(0.0, 1, 10), (0.2, 2, 13)])
-def test_resumed_run_equals_one_that_was_not_interrupted(
-    one_device, cfg, tmp_path, monkeypatch, dropout, grad_accum, stop_at
-):
-    """Parameters, moments, logged losses, rates and evaluations equal to the last bit, the same best checkpoint; also
-    when the stop falls on an evaluation."""
-    cfg = replace(cfg, dropout=dropout, grad_accum=grad_accum)
-    once, twice = replace(cfg, out_dir=str(tmp_path / "once")), replace(cfg, out_dir=str(tmp_path / "twice"))
-    assert train.train(once) == 0
-    assert interrupted(twice, stop_at, monkeypatch) == 130
-    assert checkpoint.find(twice.out_dir).name == str(stop_at)
-    assert train.train(twice) == 0
-
-    def everything(cfg):
-        init = train.make_init_state(cfg, load_corpus(cfg).tokenizer.vocab_size)
-        hw = train.make_mesh_and_shardings(cfg, init)
-        with checkpoint.Checkpoints(cfg.out_dir) as checkpoints:
-            return flat(checkpoints.restore(hw.state))
-
-    a, b = everything(once), everything(twice)
-    assert a.keys() == b.keys()
-    for name in a:
-        assert np.array_equal(a[name], b[name]), name
-    timeless = lambda cfg: [{k: v for k, v in r.items() if k != "tokens_per_second"} for r in records(cfg)]
-    assert timeless(once) == timeless(twice)
-    assert checkpoint.find(once.out_dir, "best").name == checkpoint.find(twice.out_dir, "best").name
-
-
-def test_signal_during_the_last_step_still_ends_the_run_whole(one_device, cfg, monkeypatch):
-    """There is nothing left to go on with, so the last evaluation and checkpoint are made."""
-    assert interrupted(cfg, cfg.max_steps, monkeypatch) == 0
-    assert records(cfg)[-1] == {"step": 20, "val_loss": records(cfg)[-1]["val_loss"]}
-    assert checkpoint.find(cfg.out_dir).name == "20"
+def test_signal_during_the_last_step_leaves_its_evaluation_to_the_next_run(one_device, cfg, monkeypatch):
+    """The run has all its steps then, but is not finished; the same command finishes it."""
+    assert interrupted(cfg, cfg.max_steps, monkeypatch) == 130
+    assert checkpoint.find(cfg.out_dir).name == "20" and records(cfg)[-1]["step"] == 20 and "loss" in records(cfg)[-1]
+    assert train.train(cfg) == 0
+    assert [r["step"] for r in records(cfg) if "val_loss" in r] == [0, 10, 20]
+    assert [r["step"] for r in records(cfg) if "loss" in r] == [5, 10, 15, 20]
 
 
 @pytest.mark.parametrize("then", [dict(fsdp=8), dict(fsdp=2, tensor=2), "one device"])
@@ -398,6 +372,21 @@ def test_save_is_of_its_moment(one_device, cfg):
     with checkpoint.Checkpoints(cfg.out_dir) as checkpoints:
         after = flat(checkpoints.restore(hw.state))
     assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_best_and_latest_do_not_evict_one_another(one_device, cfg):
+    """best/ holds the lowest validation loss, however many come after it; checkpoints/ the latest two."""
+    corpus, hw, state, _ = setup(cfg)
+    folders = lambda: [sorted(int(p.name) for p in Path(cfg.out_dir, f).iterdir()) for f in ("checkpoints", "best")]
+    for losses in {1: 2.0, 2: 1.5, 3: 1.7, 4: 1.6}, {5: 1.5, 6: 1.4, 7: 3.0}, {2: 1.3}:
+        with checkpoint.Checkpoints(cfg.out_dir) as checkpoints:
+            for step, loss in losses.items():
+                state = state._replace(step=jnp.int32(step))
+                checkpoints.save(state, checkpoint.make_meta(cfg, corpus), loss)
+                if step > 2 or 1 in losses:
+                    checkpoints.save(state, checkpoint.make_meta(cfg, corpus))
+        assert folders() == ([[3, 4], [2]] if 1 in losses else [[6, 7], [6]] if 5 in losses else [[6, 7], [2]])
+    assert checkpoint.find(cfg.out_dir).name == "7" and checkpoint.find(cfg.out_dir, "best").name == "2"
 
 
 def test_log_interval_may_change_on_resume(one_device, cfg, monkeypatch):
@@ -462,7 +451,8 @@ def test_loss_that_is_not_finite_stops_the_run(one_device, cfg, capsys, monkeypa
     def broken(graph, params, batch, rngs=None):  # infinite where a batch starts with the mark that step 8 brings
         return real(graph, params, batch, rngs) + jnp.where(batch[0, 0] == 7777, jnp.inf, 0.0)
 
-    batches = lambda tokens, cfg, step: get_batch(tokens, cfg, step) if step != 7 else np.full((16, 17), 7777, np.int32)
+    marked = np.full((16, 17), 7777, np.int32)
+    batches = lambda tokens, cfg, step, rows: get_batch(tokens, cfg, step, rows) if step != 7 else marked
     monkeypatch.setattr(train, "token_losses", broken)
     monkeypatch.setattr(train, "get_batch", batches)
     assert train.train(replace(cfg, checkpoint_interval=5)) == 1
