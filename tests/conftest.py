@@ -8,8 +8,11 @@ import atexit
 import os
 import random
 import shutil
+import signal
 import tempfile
 
+# Ctrl-C is part of what is tested, and a program in the background may have inherited that it is ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Before jax is imported.  Subprocesses of the tests inherit it.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"

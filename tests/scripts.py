@@ -20,6 +20,7 @@ SMALL = "--n_layer 1 --n_head 2 --n_embd 32 --block_size 16 --batch_size 16 --sa
 # Runs a script with parts of it slowed down or interrupted, as the environment says; else it is the script itself.
 DRIVER = """
 import os, runpy, shutil, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background may have inherited a deaf ear
 sys.argv = sys.argv[1:]
 sys.path.insert(0, os.path.dirname(sys.argv[0]))
 import data
