@@ -1,6 +1,7 @@
 """Text from a trained model, one token at a time.
 
     python sample.py --preset tiny --prompt "ROMEO:" --max_new_tokens 300 --temperature 0.8
+    python sample.py --preset tiny --interactive
 
 Reads the architecture, the tokenizer and the weights from a checkpoint in out/<preset>; needs no corpus.  Text alone
 goes to stdout as it is made, everything else to stderr.
@@ -14,6 +15,7 @@ prompt, `decode` makes up to DECODE new ones.
 """
 
 import os
+import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -43,7 +45,7 @@ class SampleConfig:
     """One call of sample.py."""
     preset: str = knob("tiny", "read the run in out/<preset>")
     out_dir: str = knob("", "read the run in this directory instead")
-    prompt: str = knob("\n", "the text to continue")
+    prompt: str = knob(None, "the text to continue, \\n being a line break; or what is piped in, or a line break")
     prompt_file: str = knob("", "read the text to continue from this file")
     max_new_tokens: int = knob(300, "tokens to add", 0)
     temperature: float = knob(0.8, "below 1 safer, above 1 wilder; 0 always takes the likeliest token", 0)
@@ -59,7 +61,7 @@ class SampleConfig:
             raise UserError(f"--which {self.which}: choose from best, latest")
         if self.top_p > 1:
             raise UserError(f"--top_p {self.top_p}: a share of the probability, 1 at most")
-        if not self.prompt:
+        if self.prompt == "":
             raise UserError("--prompt is empty: the model needs at least one character to start from")
 # fmt: on
 
@@ -175,33 +177,55 @@ def load_model(out_dir: str, which: str):
     raise UserError(f"no checkpoint in {out_dir}; train first: python train.py {flag}{so_far}")
 
 
-def main(argv):
-    how, _ = parse(SampleConfig, argv, __doc__)
-    model, cfg, tokenizer, step = load_model(how.out_dir, how.which)
+def read_prompt(how: SampleConfig) -> str:
+    """From the flag, a file, or a pipe.  (Not from any other standard input, which may never end.)"""
     if how.prompt_file:
-        how = replace(how, prompt=Path(how.prompt_file).read_text(encoding="utf-8"))
-    prompt = tokenizer.encode(how.prompt)
-    print(f"{how.out_dir}, step {step}", file=sys.stderr)
-    start, made, shown = time.perf_counter(), np.zeros((how.num_samples, 0), np.int32), 0
+        return Path(how.prompt_file).read_text(encoding="utf-8")
+    if how.prompt is not None:
+        return how.prompt.replace("\\n", "\n")
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (AttributeError, OSError):  # no standard input at all, as in a notebook
+        return "\n"
+    return (sys.stdin.read() if stat.S_ISFIFO(mode) or stat.S_ISREG(mode) else "") or "\n"
+
+
+def tell(model: GPT, cfg: Config, tokenizer, prompt: str, how: SampleConfig) -> None:
+    """Print the prompt and its continuations; a single one appears as it is made.  The speed goes to stderr."""
+    start, ids, made = time.perf_counter(), tokenizer.encode(prompt), np.zeros((how.num_samples, 0), np.int32)
 
     def show(row: int, shown: int, final: bool) -> int:
         """Print what is new in a row of `made`; a character whose bytes are not all there yet waits."""
-        text = how.prompt + tokenizer.decode(made[row])
+        text = prompt + tokenizer.decode(made[row])
         text = text if final else text.rstrip("\ufffd")
         print(text[shown:], end="\n" if final else "", flush=True)
-        return len(text)
+        return max(shown, len(text))
 
-    for new in generate(model, cfg, prompt, how):
+    shown = show(0, 0, False)
+    for new in generate(model, cfg, ids, how):
         made = np.concatenate([made, new], axis=1)
         if how.num_samples == 1:
             shown = show(0, shown, False)
-    seconds = time.perf_counter() - start
     for row in range(how.num_samples):
         if row:
             print("-" * 40)
-        show(row, shown, True)
-    rate = made.size / seconds
-    print(f"{made.size:,} tokens in {seconds:.1f} s: {rate:,.0f} tokens/s, compiling included", file=sys.stderr)
+        show(row, 0 if row else shown, True)
+    seconds = time.perf_counter() - start
+    print(f"{made.size:,} tokens in {seconds:.1f} s: {made.size / seconds:,.0f} tokens/s", file=sys.stderr)
+
+
+def main(argv):
+    how, on = parse(SampleConfig, argv, __doc__, interactive="type prompts, and get a continuation of each")
+    model, cfg, tokenizer, step = load_model(how.out_dir, how.which)
+    print(f"{how.out_dir}, step {step}", file=sys.stderr)
+    if not on["interactive"]:
+        return tell(model, cfg, tokenizer, read_prompt(how), how)
+    print("a line and Enter; end with Ctrl-D", file=sys.stderr)
+    for n, line in enumerate(sys.stdin):
+        try:  # another seed each time, so that the same prompt may be asked again
+            tell(model, cfg, tokenizer, line.rstrip("\n") or "\n", replace(how, seed=(how.seed + n) % 2**32))
+        except UserError as e:
+            print(f"error: {e}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 from dataclasses import fields
 from pathlib import Path
 
@@ -27,6 +28,17 @@ def test_train_resume_and_sample(text_file, tmp_path):
     code, out, err = finish(script("sample", *ask, PYTHONIOENCODING="ascii"))
     assert code == 0 and re.fullmatch(r"(?s)ROMEO:.{30}\n", out)
     assert "Traceback" not in err
+
+
+def test_ctrl_c_while_sampling(text_file, tmp_path):
+    """The text so far stays, the exit code is 130, and there is no traceback."""
+    run = ["--out_dir", tmp_path / "run"]
+    assert finish(script("train", *SMALL, "--dataset", text_file, "--max_steps", 2, *run))[0] == 0
+    process = script("sample", *run, "--prompt", "ROMEO:", "--max_new_tokens", 10_000_000)
+    assert process.stdout.read(60).startswith("ROMEO:")
+    process.send_signal(signal.SIGINT)
+    code, _, err = finish(process)
+    assert code == 130 and "Traceback" not in err
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ assert len(COMMANDS) >= 5, "the README's blocks of commands are not where this f
 )
 def test_command_parses(command):
     name, *flags = shlex.split(command)[1:]
-    switches = dict(fresh="", profile="") if name == "train.py" else {}
+    switches = dict(fresh="", profile="") if name == "train.py" else dict(interactive="")
     parse(Config if name == "train.py" else SampleConfig, flags, "", **switches)
 
 

@@ -1,7 +1,9 @@
 """sample.py: the cache against whole-sequence passes, the distributions, and the command line."""
 
+import os
 import re
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -191,6 +193,38 @@ def test_prompt_from_a_file(trained, capsys, tmp_path):
     (tmp_path / "prompt").write_text("ROMEO:\nIt is")
     sample.main(["--out_dir", trained.out_dir, "--prompt_file", str(tmp_path / "prompt"), "--max_new_tokens", "4"])
     assert re.fullmatch(r"(?s)ROMEO:\nIt is.{4}\n", capsys.readouterr().out)
+
+
+def typed(monkeypatch, text):
+    """Standard input is a pipe that holds `text`."""
+    reader, writer = os.pipe()
+    os.write(writer, text.encode())
+    os.close(writer)
+    monkeypatch.setattr(sys, "stdin", os.fdopen(reader, encoding="utf-8"))
+
+
+def test_prompt_from_a_pipe(trained, capsys, monkeypatch):
+    """Only if no flag gives one; without either it is a line break."""
+    ask = ["--out_dir", trained.out_dir, "--max_new_tokens", "4"]
+    for piped, flags, begins in (
+        ("ROMEO:\n", [], "ROMEO:\n"),
+        ("ROMEO:\n", ["--prompt", r"it\nis"], "it\nis"),
+        ("", [], "\n"),
+    ):
+        typed(monkeypatch, piped)
+        sample.main([*ask, *flags])
+        assert re.fullmatch(rf"(?s){begins}.{{4}}\n", capsys.readouterr().out)
+
+
+def test_interactive(trained, capsys, monkeypatch):
+    """One continuation a line with the model loaded once; the same line gets another one; a bad line is no end."""
+    loads = []
+    monkeypatch.setattr(sample, "load_model", lambda *args: loads.append(1) or load_model(*args))
+    typed(monkeypatch, "ROMEO:\n#\nROMEO:\n")
+    sample.main(["--out_dir", trained.out_dir, "--max_new_tokens", "20", "--interactive"])
+    out, err = capsys.readouterr()
+    assert re.fullmatch(r"(?s)ROMEO:.{20}\nROMEO:.{20}\n", out) and out[:27] != out[27:]
+    assert "never saw: '#'" in err and len(loads) == 1
 
 
 @pytest.mark.parametrize(
