@@ -95,7 +95,7 @@ class Checkpoints:
             self.writers[name].wait_until_finished()
             if path.exists():  # this very state, evaluated a second time after a resume
                 return
-            if val_loss is not None and any(lowest(meta) <= val_loss for _, meta in whole(self.root, "best")[:1]):
+            if val_loss is not None and any(lowest(old) <= val_loss for _, old in whole(self.root, "best")[:1]):
                 return
             self.prune()
             self.writers[name].save(path, args=ocp.args.Composite(meta=meta, **parts))

@@ -68,7 +68,7 @@ def run(main) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # an ASCII console shows ? instead of crashing on an accent
     try:
-        code = main(sys.argv[1:])
+        sys.exit(main(sys.argv[1:]))
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         code = 2
@@ -83,10 +83,10 @@ def run(main) -> None:
     except Exception:  # a fault in this program
         traceback.print_exc()
         code = 1
-    if code:  # at once: Python would first wait, for minutes, for other processes, which wait for what we have not done
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    # At once: Python would first wait, for minutes, for other processes, which wait for what we have not done.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 @contextmanager

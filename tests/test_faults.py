@@ -166,7 +166,8 @@ def test_two_processes_fall_back_and_are_refused_together(flags, tmp_path):
     A folder that another run holds is refused by both, at once and with one reason."""
     run = tmp_path / "run"
     flags += ["--max_steps", 100, "--fsdp", 2, "--out_dir", run]
-    assert [finish(p)[0] for p in pair(*flags, JAX_NUM_CPU_DEVICES=1, CTRL_C_AT=22)] == [143, 143]
+    ends = [finish(p) for p in pair(*flags, JAX_NUM_CPU_DEVICES=1, CTRL_C_AT=22)]
+    assert [code for code, _, _ in ends] == [143, 143], ends
     before, newest = steps(run)
     damage(run / "checkpoints" / str(newest) / "params" / "ocdbt.process_1", "cut")
     held = hold(run_path(run))
