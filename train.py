@@ -85,10 +85,10 @@ def make_mesh_and_shardings(cfg: Config, init_state: Callable[[], TrainState]) -
             pass  # JAX has already started, in a notebook say: then with what it has
     if "JAX_COORDINATOR_ADDRESS" in os.environ:
         try:
-            id, total = (int(os.environ[name]) for name in ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES"))
+            process, total = (int(os.environ[name]) for name in ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES"))
         except (KeyError, ValueError) as e:
             raise UserError(f"JAX_COORDINATOR_ADDRESS is set, and this that belongs to it is not: {e}") from None
-        jax.distributed.initialize(num_processes=total, process_id=id)
+        jax.distributed.initialize(num_processes=total, process_id=process)
     try:
         devices = jax.devices()
     except RuntimeError as e:  # most often a TPU that another process, or an old notebook, still holds
