@@ -54,6 +54,7 @@ class SampleConfig:
     num_samples: int = knob(1, "how many continuations", 1)
     seed: int = knob(1337, "same seed, same text", 0, 2**32)
     which: str = knob("best", "best: lowest validation loss; latest: most steps")
+    tensor: int = knob(1, "devices over which heads and MLP width are split", 1)
 
     def __post_init__(self):
         check_ranges(self)
@@ -104,14 +105,18 @@ def decode(graph, params, caches, token, start, n, key, made, temperature, top_k
     return caches, out, finite
 
 
-def empty_caches(cfg: Config, B: int, dtype) -> list[tuple[jax.Array, jax.Array]]:
+def empty_caches(cfg: Config, B: int, layout=None) -> list[tuple[jax.Array, jax.Array]]:
     """Keys and values [B, H, S, D] of every block, S being block_size rounded up to whole chunks of PREFILL."""
     shape = B, cfg.n_head, -(-cfg.block_size // PREFILL) * PREFILL, cfg.n_embd // cfg.n_head
-    return [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(cfg.n_layer)]
+    zeros = partial(jnp.zeros, shape, device=layout)
+    return [(zeros(), zeros()) for _ in range(cfg.n_layer)]
 
 
-def generate(model: GPT, cfg: Config, prompt: np.ndarray, how: SampleConfig) -> Iterator[np.ndarray]:
-    """Continue prompt int [P], num_samples times; yields new tokens [num_samples, n], n <= DECODE, as they are made."""
+def generate(model: GPT, cfg: Config, prompt: np.ndarray, how: SampleConfig, layout=None) -> Iterator[np.ndarray]:
+    """Continue prompt int [P], num_samples times; yields new tokens [num_samples, n], n <= DECODE, as they are made.
+
+    layout: of the caches, if the model is on several devices (see Hardware in train.py).
+    """
     graph, params = nnx.split(model)
     key = jax.random.key(how.seed)
     T, B = cfg.block_size, how.num_samples
@@ -122,8 +127,7 @@ def generate(model: GPT, cfg: Config, prompt: np.ndarray, how: SampleConfig) -> 
         if position == T:  # at the start, and whenever the cache is full
             window = text if text.shape[1] <= T else text[:, -(T // 2) :]
             position = window.shape[1] - 1  # of the last token, which decode reads itself
-            # Placed as the parameters are, so that the first call of a program looks like every other one.
-            caches = jax.device_put(empty_caches(cfg, B, model.dtype), model.norm.scale[...].sharding)
+            caches = empty_caches(cfg, B, layout)
             for i in range(0, position, PREFILL):
                 # A last chunk of fewer tokens is filled up.  The filling's keys are overwritten before any query may
                 # see them: a query sees no position after its own, and writes its own first.
@@ -141,23 +145,31 @@ def generate(model: GPT, cfg: Config, prompt: np.ndarray, how: SampleConfig) -> 
         yield new
 
 
-def sample_text(params, cfg: Config, corpus: Corpus) -> str:
+def sample_text(params, cfg: Config, corpus: Corpus, layout) -> str:
     """What train.py shows at an evaluation: a line break, continued in float32 by the programs above."""
     tokenizer = corpus.tokenizer
     prompt = tokenizer.encode("\n") if tokenizer.kind == "byte" or "\n" in tokenizer.symbols else corpus.train[:1]
     graph, _ = nnx.split(abstract_model(cfg, tokenizer.vocab_size))
     how = SampleConfig(max_new_tokens=cfg.sample_tokens, seed=cfg.seed)
-    return tokenizer.decode([i for new in generate(nnx.merge(graph, params), cfg, prompt, how) for i in new[0]])
+    return tokenizer.decode([i for new in generate(nnx.merge(graph, params), cfg, prompt, how, layout) for i in new[0]])
 
 
-def load_model(out_dir: str, which: str):
-    """For sampling: (model, config, tokenizer, completed updates), all of them from the checkpoint.
+def load_model(out_dir: str, which: str, tensor: int = 1):
+    """For sampling: (model, config, tokenizer, completed updates), all from the checkpoint, and the caches' layout.
 
-    The model computes in float32, and its arrays are on the default device, whatever they were trained on.
+    The model computes in float32.  Its arrays are on the default device, or cut over the first `tensor` devices,
+    whatever they were trained on.
     """
     found = checkpoint.whole(out_dir, which)
     for path, meta in found:
         cfg, tokenizer = Config(**meta["config"]), make_tokenizer(**meta["tokenizer"])
+        layout, cache_layout = None, None
+        if tensor > 1:
+            import train  # not earlier: it imports this module
+
+            init_state = train.make_init_state(cfg, tokenizer.vocab_size)
+            hw = train.make_mesh_and_shardings(replace(cfg, fsdp=1, tensor=tensor), init_state, first=tensor)
+            layout, cache_layout = hw.layout.params, hw.cache
         graph, like = nnx.split(abstract_model(cfg, tokenizer.vocab_size))
         # Into numpy: any device may read what any device wrote.
         like = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), nnx.to_pure_dict(like))
@@ -166,7 +178,7 @@ def load_model(out_dir: str, which: str):
         except Exception as e:  # damaged; or just replaced, by a run that is training
             print(f"{path} cannot be read ({checkpoint.unreadable(e)})", file=sys.stderr)
             continue
-        return nnx.merge(graph, jax.device_put(params)), cfg, tokenizer, int(path.name)
+        return nnx.merge(graph, jax.device_put(params, layout)), cfg, tokenizer, int(path.name), cache_layout
     if found:
         raise UserError(f"no checkpoint in {out_dir} can be read")
     have = sorted(p.name for p in run_path("out").glob("*") if checkpoint.find(p))
@@ -190,7 +202,7 @@ def read_prompt(how: SampleConfig) -> str:
     return (sys.stdin.read() if stat.S_ISFIFO(mode) or stat.S_ISREG(mode) else "") or "\n"
 
 
-def tell(model: GPT, cfg: Config, tokenizer, prompt: str, how: SampleConfig) -> None:
+def tell(model: GPT, cfg: Config, tokenizer, prompt: str, how: SampleConfig, layout=None) -> None:
     """Print the prompt and its continuations; a single one appears as it is made.  The speed goes to stderr."""
     start, ids, made = time.perf_counter(), tokenizer.encode(prompt), np.zeros((how.num_samples, 0), np.int32)
 
@@ -202,7 +214,7 @@ def tell(model: GPT, cfg: Config, tokenizer, prompt: str, how: SampleConfig) -> 
         return max(shown, len(text))
 
     shown = show(0, 0, False)
-    for new in generate(model, cfg, ids, how):
+    for new in generate(model, cfg, ids, how, layout):
         made = np.concatenate([made, new], axis=1)
         if how.num_samples == 1:
             shown = show(0, shown, False)
@@ -216,14 +228,15 @@ def tell(model: GPT, cfg: Config, tokenizer, prompt: str, how: SampleConfig) -> 
 
 def main(argv):
     how, on = parse(SampleConfig, argv, __doc__, interactive="type prompts, and get a continuation of each")
-    model, cfg, tokenizer, step = load_model(how.out_dir, how.which)
+    model, cfg, tokenizer, step, layout = load_model(how.out_dir, how.which, how.tensor)
     print(f"{how.out_dir}, step {step}", file=sys.stderr)
     if not on["interactive"]:
-        return tell(model, cfg, tokenizer, read_prompt(how), how)
+        return tell(model, cfg, tokenizer, read_prompt(how), how, layout)
     print("a line and Enter; end with Ctrl-D", file=sys.stderr)
     for n, line in enumerate(sys.stdin):
         try:  # another seed each time, so that the same prompt may be asked again
-            tell(model, cfg, tokenizer, line.rstrip("\n") or "\n", replace(how, seed=(how.seed + n) % 2**32))
+            again = replace(how, seed=(how.seed + n) % 2**32)
+            tell(model, cfg, tokenizer, line.rstrip("\n") or "\n", again, layout)
         except UserError as e:
             print(f"error: {e}", file=sys.stderr)
 

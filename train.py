@@ -47,6 +47,7 @@ class Hardware(NamedTuple):
     state: TrainState  # of ShapeDtypeStruct: shape, type and layout of every array of the train state
     layout: TrainState  # the layouts alone
     batch: Any  # the layout of a batch [B, T + 1]
+    cache: Any  # the layout of the keys or values [B, H, S, D] that sampling keeps
     rows: Callable[[int], np.ndarray]  # of a batch of B rows, the numbers of those that this process makes
     place: Callable[[np.ndarray], jax.Array]  # its rows of a batch -> the batch
     dtype: str  # what matrix products are computed in
@@ -59,8 +60,8 @@ class Hardware(NamedTuple):
     preempted: Callable[[int], bool]  # of a step: whether all processes end after it, for one of them was told to
 
 
-def make_mesh_and_shardings(cfg: Config, init_state: Callable[[], TrainState]) -> Hardware:
-    """Where every array lives.  The one function that knows the hardware.
+def make_mesh_and_shardings(cfg: Config, init_state: Callable[[], TrainState], first: int | None = None) -> Hardware:
+    """Where every array lives, on all devices or the first few.  The one function that knows the hardware.
 
     JAX's idea of a parallel program: the code describes the computation on whole arrays, as if on one huge device.
     Beside it stands, as data, how each array is cut over a mesh of devices, and from the two the compiler derives
@@ -90,7 +91,7 @@ def make_mesh_and_shardings(cfg: Config, init_state: Callable[[], TrainState]) -
             raise UserError(f"JAX_COORDINATOR_ADDRESS is set, and this that belongs to it is not: {e}") from None
         jax.distributed.initialize(num_processes=total, process_id=process)
     try:
-        devices = jax.devices()
+        devices = jax.devices()[:first]
     except RuntimeError as e:  # most often a TPU that another process, or an old notebook, still holds
         raise UserError(f"{str(e).splitlines()[0]} (if another process holds the TPU, end that one first)") from None
     n, kind, platform = len(devices), devices[0].device_kind, devices[0].platform
@@ -146,6 +147,7 @@ def make_mesh_and_shardings(cfg: Config, init_state: Callable[[], TrainState]) -
         state=state,
         layout=jax.tree.map(lambda x: x.sharding, state),
         batch=batch,
+        cache=NamedSharding(mesh, P(None, "tensor")),
         rows=rows_here,
         place=partial(jax.make_array_from_process_local_data, batch),
         dtype=dtype,
@@ -326,7 +328,7 @@ def train(cfg: Config, fresh: bool = False, profile: bool = False) -> int:
                 else:
                     metrics.add(dict(step=step, val_loss=val_loss))
                     metrics.plot()
-                    screen.evaluation(step, val_loss, sample_text(state.params, cfg, corpus))
+                    screen.evaluation(step, val_loss, sample_text(state.params, cfg, corpus, hw.cache))
                     if step and math.isfinite(val_loss):
                         checkpoints.save(state, meta, val_loss)
             if save:

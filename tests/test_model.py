@@ -168,14 +168,16 @@ def test_bfloat16_keeps_logits_and_norms_in_float32(cfg):
     assert 0 < jnp.abs(exact - half).mean() < 0.05 * exact.std()
 
 
-def test_cached_logits_equal_whole_sequence_logits(cfg):
-    """Reading a text in pieces, with the keys and values of the earlier ones cached, changes nothing."""
+@pytest.mark.parametrize("stops, unwritten", [((5, 6, 16), 0.0), ((4, 8, 12, 16), jnp.nan)])
+def test_cached_logits_equal_whole_sequence_logits(cfg, stops, unwritten):
+    """Reading a text in pieces, with the keys and values of the earlier ones cached, changes nothing; and of a cache
+    only the quarters are read that something was written in."""
     model = roughen(GPT(cfg, V, nnx.Rngs(0)))
     tokens = np.random.default_rng(0).integers(0, V, (2, 16))
     whole, _ = call(model, tokens)
-    caches = [(jnp.zeros((2, 2, 16, 16)), jnp.zeros((2, 2, 16, 16)))] * 2
+    caches = [(jnp.full((2, 2, 16, 16), unwritten), jnp.full((2, 2, 16, 16), unwritten))] * 2
     pieces = []
-    for start, stop in (0, 5), (5, 6), (6, 16):
+    for start, stop in zip((0, *stops), stops):
         logits, caches = call(model, tokens[:, start:stop], start, caches)
         pieces.append(logits)
     np.testing.assert_allclose(jnp.concatenate(pieces, axis=1), whole, atol=1e-5)

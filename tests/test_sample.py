@@ -17,6 +17,7 @@ import sample
 import train
 from cli import parse
 from config import Config, UserError
+from data import make_tokenizer
 from model import GPT
 from sample import SampleConfig, choose, generate, load_model
 
@@ -75,7 +76,7 @@ def test_prefill_in_chunks_equals_one_pass(cfg, model_of, monkeypatch):
     model, prompt = model_of(cfg), np.random.default_rng(0).integers(0, V, 150)
     _, whole = model(prompt[None, :-1])
     graph, params = nnx.split(model)
-    caches = sample.empty_caches(cfg, 1, jnp.float32)
+    caches = sample.empty_caches(cfg, 1)
     for i in range(0, 149, sample.PREFILL):
         chunk = np.zeros((1, sample.PREFILL), np.int32)
         chunk[0, : len(prompt[i : i + sample.PREFILL])] = prompt[i : i + sample.PREFILL]
@@ -168,7 +169,7 @@ def test_stdout_is_the_prompt_the_text_and_a_newline(trained, capsys):
     """Nothing but text on stdout, and the rest on stderr; the text is what generate() makes."""
     sample.main(["--out_dir", trained.out_dir, "--prompt", "ROMEO:", "--max_new_tokens", "25", "--temperature", "0"])
     out, err = capsys.readouterr()
-    model, cfg, tokenizer, _ = load_model(trained.out_dir, "best")
+    model, cfg, tokenizer, *_ = load_model(trained.out_dir, "best")
     assert out == "ROMEO:" + tokenizer.decode(greedy(model, cfg, tokenizer.encode("ROMEO:"), 25)) + "\n"
     assert "step 4" in err and "tokens/s" in err
 
@@ -177,6 +178,45 @@ def test_samples_are_set_apart(trained, capsys):
     sample.main(["--out_dir", trained.out_dir, "--prompt", "R", "--max_new_tokens", "5", "--num_samples", "3"])
     out = capsys.readouterr().out
     assert re.fullmatch(r"(?s)R.{5}\n-+\nR.{5}\n-+\nR.{5}\n", out)
+
+
+@pytest.mark.parametrize(
+    "pieces, prints",
+    [
+        (["é", "🙂x"], ["R", "é", "🙂x"]),  # whole characters
+        ([b"\xc3", b"\xa9\xf0\x9f", b"\x99", b"\x82!"], ["R", "é", "🙂!"]),  # cut in two and in four
+        ([b"a\xf0\x9f", b"b"], ["R", "a", "\ufffdb"]),  # begun, and never completed
+        ([b"a\xe2\x82"], ["R", "a", "\ufffd"]),  # not complete at the end of the text
+    ],
+)
+def test_a_character_is_printed_when_all_its_bytes_are_there(pieces, prints, monkeypatch):
+    """Byte by byte, as the model makes them, with the tokenizer `byte`."""
+    made = [np.array([[*(x.encode() if isinstance(x, str) else x)]]) for x in pieces]
+    printed = []
+    monkeypatch.setattr(sample, "generate", lambda *_: iter(made))
+    monkeypatch.setattr("builtins.print", lambda text, **where: printed.append(text) if "file" not in where else None)
+    sample.tell(None, None, make_tokenizer("byte", None), "R", SampleConfig())
+    assert [text for text in printed if text] == prints
+
+
+def test_tensor_parallel_sampling(trained, capsys, tmp_path):
+    """What fsdp 2 x tensor 2 has trained gives the same text on one device and on two that share the heads."""
+    cut = replace(trained, out_dir=str(tmp_path / "cut"), fsdp=2, tensor=2)
+    assert train.train(cut) == 0
+    ask = ["--out_dir", cut.out_dir, "--prompt", "ROMEO:", "--max_new_tokens", "40", "--temperature", "0"]
+    texts = []
+    for devices in "1", "2":
+        capsys.readouterr()
+        sample.main([*ask, "--tensor", devices])
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and len(texts[0]) == 47
+    model, *_, layout = load_model(cut.out_dir, "best", 2)
+    kernel, (keys, _) = model.h[0].attn.q_proj.kernel[...], sample.empty_caches(cut, 3, layout)[0]
+    for whole, axis in (kernel, 1), (keys, 1):
+        pieces = [piece.data.shape for piece in whole.addressable_shards]
+        assert len(pieces) == 2 and all(piece[axis] * 2 == whole.shape[axis] for piece in pieces)
+    with pytest.raises(UserError, match="n_head 2 is not divisible by --tensor 4"):
+        sample.main([*ask, "--tensor", "4"])
 
 
 def test_corpus_is_not_needed(trained, capsys):
