@@ -12,7 +12,7 @@ module holds arrays and says what to do with them, and the same lines run on one
     H       attention heads                      n_head
     D       channels of one head                 C / H
     F       hidden channels of the MLP           about 8/3 C, see Config.n_hidden
-    V       vocabulary                           vocab_size
+    V       vocabulary, padded                   the tokenizer's, rounded up
 
 Parameters are float32.  `dtype` is what the matrix products are computed in; softmax, the norms' statistics, the
 logits and the loss are float32 always.
@@ -29,6 +29,7 @@ from flax import nnx
 
 from config import Config
 
+VOCAB_MULTIPLE = 128  # matrix units are as wide, and any sensible number of devices divides it
 INIT_STD = 0.02  # as in GPT-2
 EMBED_STD = 0.01  # its rows are also the output head: at 0.02 the first guesses are confident enough to cost 0.1 nats
 
@@ -162,8 +163,9 @@ class GPT(nnx.Module):
     """Token ids [B, T] -> logits [B, T, V]: for each position, how likely each token is to come next."""
 
     def __init__(self, cfg: Config, vocab_size: int, rngs: nnx.Rngs, dtype: str = "float32"):
-        self.dtype = jnp.dtype(dtype)
-        self.wte = nnx.Param(EMBED_STD * jax.random.normal(rngs.params(), (vocab_size, cfg.n_embd)))
+        self.dtype, self.vocab_size = jnp.dtype(dtype), vocab_size
+        V = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        self.wte = nnx.Param(EMBED_STD * jax.random.normal(rngs.params(), (V, cfg.n_embd)))
         self.h = nnx.data([Block(cfg, rngs) for _ in range(cfg.n_layer)])
         self.norm = RMSNorm(cfg.n_embd)
         self.drop = nnx.Dropout(cfg.dropout)
@@ -171,6 +173,7 @@ class GPT(nnx.Module):
     def __call__(self, tokens: jax.Array, start=0, caches=None, rngs: nnx.Rngs | None = None):
         """Logits [B, T, V] in float32, and the key/value caches, one pair [B, H, S, D] per block.
 
+        Those of the padding are -inf: it costs no loss, gets no gradient, and is never drawn.
         start: position of tokens[:, 0].  With caches, the tokens see what stands there before `start` as well.
         rngs: Rngs(dropout=key) to train; None, as in evaluation and sampling, drops nothing.
         """
@@ -184,7 +187,9 @@ class GPT(nnx.Module):
             new_caches.append(cache)
         # The embedding is also the output head (tied: Press & Wolf 2016, arXiv:1608.05859): one array, used twice.
         rows, wte = self.norm(x).reshape(B * T, -1), self.wte[...].astype(self.dtype)
-        return jnp.dot(rows, wte.T, preferred_element_type=widen(rows).dtype).reshape(B, T, -1), new_caches
+        logits = jnp.dot(rows, wte.T, preferred_element_type=widen(rows).dtype)  # [B*T, V]
+        logits = jnp.where(jnp.arange(len(wte)) < self.vocab_size, logits, -jnp.inf)
+        return logits.reshape(B, T, -1), new_caches
 
 
 def abstract_model(cfg: Config, vocab_size: int, dtype: str = "float32") -> GPT:

@@ -98,7 +98,7 @@ def decode(graph, params, caches, token, start, n, key, made, temperature, top_k
         logits, caches = model(token[:, None], start + i, caches)  # [B, 1, V]
         logits = logits[:, 0]
         token = choose(logits, jax.random.fold_in(key, made + i), temperature, top_k, top_p)
-        return caches, token, out.at[:, i].set(token), finite & jnp.isfinite(logits).all()
+        return caches, token, out.at[:, i].set(token), finite & (logits < jnp.inf).all()
 
     out = jnp.zeros((token.shape[0], DECODE), jnp.int32)
     caches, _, out, finite = jax.lax.fori_loop(0, n, step, (caches, token, out, True))

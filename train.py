@@ -288,7 +288,8 @@ def train(cfg: Config, fresh: bool = False, profile: bool = False) -> int:
     hw = make_mesh_and_shardings(cfg, init_state)
     graph, _ = nnx.split(abstract_model(cfg, vocab_size, hw.dtype))
     train_step, eval_step = make_train_step(cfg, graph, hw), make_eval_step(graph)
-    n_params = sum(math.prod(x.shape) for x in jax.tree.leaves(hw.state.params))
+    padding = (len(hw.state.params["wte"]) - vocab_size) * cfg.n_embd
+    n_params = sum(math.prod(x.shape) for x in jax.tree.leaves(hw.state.params)) - padding
     meta = checkpoint.make_meta(cfg, corpus)
 
     with (

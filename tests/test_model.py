@@ -55,7 +55,7 @@ def numpy_forward(params: dict, tokens: np.ndarray, cfg: Config) -> np.ndarray:
             m, y = block["mlp"], norm(x, block["mlp_norm"]["scale"])
             gate = y @ m["gate_proj"]["kernel"]
             x = x + (gate / (1 + np.exp(-gate)) * (y @ m["up_proj"]["kernel"])) @ m["down_proj"]["kernel"]
-        out.append(norm(x, params["norm"]["scale"]) @ params["wte"].T)
+        out.append(norm(x, params["norm"]["scale"]) @ params["wte"][:V].T)
     return np.stack(out)
 
 
@@ -86,7 +86,9 @@ def test_logits_equal_numpy(cfg):
     tokens = np.random.default_rng(0).integers(0, V, (3, cfg.block_size))
     expected = numpy_forward(to_numpy(model), tokens, cfg)
     assert expected.std() > 0.5  # logits large enough to tell models apart
-    np.testing.assert_allclose(call(model, tokens)[0], expected, rtol=1e-5, atol=1e-5)
+    logits, _ = call(model, tokens)
+    np.testing.assert_allclose(logits[:, :, :V], expected, rtol=1e-5, atol=1e-5)
+    assert logits.shape[-1] == 128 and (logits[:, :, V:] == -jnp.inf).all()
 
 
 def test_no_position_sees_a_later_one(cfg):
@@ -106,13 +108,13 @@ def test_no_position_sees_a_later_one(cfg):
 
 
 def test_parameter_count_by_formula():
-    """V C + L (4 C^2 + 3 C F + 2 C + 2 D) + C; the preset tiny has 10.6 million within 2 %."""
+    """V C + L (4 C^2 + 3 C F + 2 C + 2 D) + C; the preset tiny has 10.6 million within 2 %.  V is 128 instead of 65."""
     for preset in PRESETS:
         cfg = Config(**PRESETS[preset])
         params = nnx.eval_shape(lambda c=cfg: nnx.state(GPT(c, V, nnx.Rngs(0))))
         C, F, D = cfg.n_embd, cfg.n_hidden, cfg.n_embd // cfg.n_head
         count = sum(x.size for x in jax.tree.leaves(params))
-        assert count == V * C + cfg.n_layer * (4 * C * C + 3 * C * F + 2 * C + 2 * D) + C
+        assert count == 128 * C + cfg.n_layer * (4 * C * C + 3 * C * F + 2 * C + 2 * D) + C
         if preset == "tiny":
             assert F == 1024 and abs(count / 10.6e6 - 1) < 0.02
 
@@ -162,7 +164,8 @@ def test_untrained_loss_is_near_ln_v(seed):
 def test_bfloat16_keeps_logits_and_norms_in_float32(cfg):
     """Products are computed in bfloat16; logits come out in float32, close to the float32 model's but not equal."""
     tokens = np.random.default_rng(0).integers(0, V, (2, cfg.block_size))
-    exact, half = (call(roughen(GPT(cfg, V, nnx.Rngs(0), dtype)), tokens)[0] for dtype in ("float32", "bfloat16"))
+    both = (call(roughen(GPT(cfg, V, nnx.Rngs(0), dtype)), tokens)[0] for dtype in ("float32", "bfloat16"))
+    exact, half = (logits[:, :, :V] for logits in both)
     assert half.dtype == jnp.float32
     assert not (half == half.astype(jnp.bfloat16)).all(), "the logits were rounded to bfloat16"
     assert 0 < jnp.abs(exact - half).mean() < 0.05 * exact.std()

@@ -111,6 +111,16 @@ def test_seeds_and_rows(cfg, model_of):
     assert len(set(drawn[0].tolist())) > 8, "a random key was used for more than one token"
 
 
+@pytest.mark.parametrize(
+    "how", [dict(), dict(temperature=100.0), dict(top_k=100), dict(top_p=0.999), dict(temperature=0)]
+)
+def test_padding_of_the_vocabulary_is_never_drawn(cfg, how):
+    """Not in 1,600 tokens of a model to which all 128 rows of its embedding, 108 of them padding, look alike."""
+    graph, params = nnx.split(GPT(cfg, V, nnx.Rngs(0)))
+    indifferent = nnx.merge(graph, jax.tree.map(jnp.zeros_like, params))
+    assert text_of(indifferent, cfg, [1], max_new_tokens=100, num_samples=16, **how).max() < V
+
+
 def frequencies(temperature=1.0, top_k=2**30, top_p=1.0, n=40_000):
     """How often each token of P is chosen in n draws."""
     logits = jnp.tile(jnp.log(P), (n, 1))

@@ -195,6 +195,16 @@ def test_micro_batches_add_up_to_the_batch(one_device, cfg):
         np.testing.assert_allclose(x, y, atol=1e-4)
 
 
+def test_padding_of_the_vocabulary_has_no_part_in_training(cfg):
+    """Its rows get no gradient: without decay they stay as they are, while those of real tokens move."""
+    _, _, start, _ = setup(replace(cfg, weight_decay=0.0))
+    before = np.asarray(start.params["wte"])
+    V = load_corpus(cfg).tokenizer.vocab_size
+    _, state = run_steps(replace(cfg, weight_decay=0.0, log_interval=1), 3)
+    moved = (np.asarray(state.params["wte"]) != before).any(axis=1)
+    assert len(moved) == 128 and moved[:V].all() and not moved[V:].any()
+
+
 # --- devices ---------------------------------------------------------------------------------------------------------
 
 
