@@ -69,14 +69,20 @@ class SampleConfig:
 
 def choose(logits: jax.Array, key: jax.Array, temperature, top_k, top_p) -> jax.Array:
     """Draw a token per row of logits [B, V] -> [B].  Temperature first, then top_k, then top_p, as most samplers do."""
+    V = logits.shape[-1]
+
+    def restrict(scaled):
+        ranked = -jnp.sort(-scaled)  # [B, V], likeliest first
+        share = jax.nn.softmax(jnp.where(jnp.arange(V) < top_k, ranked, -jnp.inf))
+        before = jnp.cumsum(share, axis=-1) - share  # what the likelier ones hold; below top_p means: still needed
+        kept = (before < jnp.maximum(top_p, 1e-6)) & (share > 0)
+        least = jnp.min(jnp.where(kept, ranked, jnp.inf), axis=-1, keepdims=True)
+        return jnp.where(scaled >= least, scaled, -jnp.inf)
+
     scaled = logits / jnp.maximum(temperature, 1e-6)
-    ranked = -jnp.sort(-scaled)  # [B, V], likeliest first
-    share = jax.nn.softmax(jnp.where(jnp.arange(logits.shape[-1]) < top_k, ranked, -jnp.inf))
-    before = jnp.cumsum(share, axis=-1) - share  # what the likelier ones hold; below top_p means: still needed
-    kept = (before < jnp.maximum(top_p, 1e-6)) & (share > 0)
-    least = jnp.min(jnp.where(kept, ranked, jnp.inf), axis=-1, keepdims=True)
-    drawn = jax.random.categorical(key, jnp.where(scaled >= least, scaled, -jnp.inf))
-    return jnp.where(temperature == 0, jnp.argmax(logits, axis=-1), drawn)
+    # Sorting a large vocabulary can take longer than the model, so it is not done for nothing.
+    scaled = jax.lax.cond((top_k < V) | (top_p < 1), restrict, lambda scaled: scaled, scaled)
+    return jnp.where(temperature == 0, jnp.argmax(logits, axis=-1), jax.random.categorical(key, scaled))
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
