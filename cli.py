@@ -90,6 +90,24 @@ def run(main) -> None:
 
 
 @contextmanager
+def deadline(seconds: float, message: str):
+    """Ends the process with this message unless what is within ends in time.  For waits in C++, which end in no
+    exception; the message says {} where the seconds belong."""
+
+    def give_up():
+        os.write(2, f"error: {message.format(seconds)}\n".encode())
+        os._exit(2)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextmanager
 def noted_signals(several: bool):
     """Within, Ctrl-C, SIGTERM and SIGHUP (the terminal has gone) are only noted, in the list that this gives; a second
     one ends the process at once.

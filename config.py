@@ -36,6 +36,7 @@ class Config:
     # optimiser: AdamW with linear warmup, then a cosine down to min_lr
     batch_size: int = knob(64, "sequences per optimiser step, over all devices", 1)
     grad_accum: int = knob(1, "micro-batches a step is cut into when memory is short; must divide batch_size", 1)
+    remat: int = knob(0, "1: compute a block's activations again when its gradient needs them; saves memory", 0, 2)
     max_steps: int = knob(5000, "optimiser steps", 0)
     learning_rate: float = knob(1e-3, "peak, reached after warmup", 0)
     min_lr: float = knob(1e-4, "where the cosine ends; a tenth of the peak is usual, 0 for short runs", 0)
@@ -80,6 +81,11 @@ PRESETS = {  # what differs from the defaults above
     "nano": dict(n_layer=6, n_head=2, n_embd=64, block_size=128, dropout=0.0, batch_size=8, max_steps=4_000,
                  learning_rate=6e-3, min_lr=0.0, log_interval=100, eval_interval=1_000, checkpoint_interval=1_000),
     "tiny": dict(),
+    "small": dict(n_layer=12, n_head=6, n_embd=768, block_size=1024, dropout=0.0, batch_size=512, grad_accum=4,
+                  dataset="fineweb", tokenizer="gpt2", warmup_steps=250, beta2=0.95, checkpoint_interval=500),
+    "scaled": dict(n_layer=24, n_head=16, n_embd=2048, block_size=2048, dropout=0.0, batch_size=512, grad_accum=8,
+                   remat=1, fsdp=16, max_steps=25_000, learning_rate=4e-4, min_lr=4e-5, warmup_steps=500,
+                   dataset="fineweb", tokenizer="gpt2", beta2=0.95, checkpoint_interval=500),
 }
 
 # fmt: on

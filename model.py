@@ -122,10 +122,14 @@ class Attention(nnx.Module):
             y = attend(q, k, v, positions)
         else:
             k, v = (jax.lax.dynamic_update_slice(old, new, (0, 0, positions[0], 0)) for old, new in zip(cache, (k, v)))
+
             # Reads as many quarters of the cache as have anything in them: at sampling, reading is what takes the time.
+            def attend_to_first(n):
+                return lambda q, k, v: attend(q, k[:, :, :n], v[:, :, :n], positions)
+
             S = k.shape[2]
-            upto = lambda n: lambda q, k, v: attend(q, k[:, :, :n], v[:, :, :n], positions)
-            y = jax.lax.switch(positions[-1] * 4 // S, [upto(-(-S * i // 4)) for i in (1, 2, 3, 4)], q, k, v)
+            quarters = [attend_to_first(-(-S * i // 4)) for i in (1, 2, 3, 4)]
+            y = jax.lax.switch(positions[-1] * 4 // S, quarters, q, k, v)
         return self.o_proj(y.swapaxes(1, 2).reshape(B, T, C)), (k, v)
 
 
@@ -169,11 +173,12 @@ class GPT(nnx.Module):
         self.h = nnx.data([Block(cfg, rngs) for _ in range(cfg.n_layer)])
         self.norm = RMSNorm(cfg.n_embd)
         self.drop = nnx.Dropout(cfg.dropout)
+        self.remat = cfg.remat
 
     def __call__(self, tokens: jax.Array, start=0, caches=None, rngs: nnx.Rngs | None = None):
         """Logits [B, T, V] in float32, and the key/value caches, one pair [B, H, S, D] per block.
 
-        Those of the padding are -inf: it costs no loss, gets no gradient, and is never drawn.
+        The padding's logits are -inf, so that it adds nothing to a loss, gets no gradient, and is never drawn.
         start: position of tokens[:, 0].  With caches, the tokens see what stands there before `start` as well.
         rngs: Rngs(dropout=key) to train; None, as in evaluation and sampling, drops nothing.
         """
@@ -181,9 +186,11 @@ class GPT(nnx.Module):
         positions = start + jnp.arange(T)
         x = self.wte[...][tokens].astype(self.dtype)  # [B, T, C]
         x = self.drop(x, deterministic=rngs is None, rngs=rngs)
+        # Rematerialisation: of a block only its input is kept; the backward pass computes the rest of it a second time.
+        apply = nnx.remat(Block.__call__) if self.remat else Block.__call__
         new_caches = []
         for block, cache in zip(self.h, caches or [None] * len(self.h)):
-            x, cache = block(x, positions, cache, rngs)
+            x, cache = apply(block, x, positions, cache, rngs)
             new_caches.append(cache)
         # The embedding is also the output head (tied: Press & Wolf 2016, arXiv:1608.05859): one array, used twice.
         rows, wte = self.norm(x).reshape(B * T, -1), self.wte[...].astype(self.dtype)

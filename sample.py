@@ -48,7 +48,7 @@ class SampleConfig:
     prompt: str = knob(None, "the text to continue, \\n being a line break; or what is piped in, or a line break")
     prompt_file: str = knob("", "read the text to continue from this file")
     max_new_tokens: int = knob(300, "tokens to add", 0)
-    temperature: float = knob(0.8, "below 1 safer, above 1 wilder; 0 always takes the likeliest token", 0)
+    temperature: float = knob(0.8, "below 1 safer, above 1 wilder; 0 always takes the likeliest token", 0, 1e6)
     top_k: int = knob(0, "choose among the k likeliest tokens; 0 means all", 0)
     top_p: float = knob(1.0, "choose among the likeliest tokens that together hold this share", 0)
     num_samples: int = knob(1, "how many continuations", 1)
@@ -62,6 +62,8 @@ class SampleConfig:
             raise UserError(f"--which {self.which}: choose from best, latest")
         if self.top_p > 1:
             raise UserError(f"--top_p {self.top_p}: a share of the probability, 1 at most")
+        if self.prompt is not None and self.prompt_file:
+            raise UserError("--prompt and --prompt_file: give one of them")
         if self.prompt == "":
             raise UserError("--prompt is empty: the model needs at least one character to start from")
 # fmt: on
@@ -95,7 +97,7 @@ def prefill(graph, params, caches, tokens, start):
 def decode(graph, params, caches, token, start, n, key, made, temperature, top_k, top_p):
     """n new tokens (n <= DECODE) after `token` [B], which stands at position `start`; `made` is how many came before.
 
-    Returns the caches, tokens int32 [B, DECODE] of which n are valid, and whether every logit was finite.
+    Returns the caches, tokens int32 [B, DECODE] of which n are valid, and whether no logit was NaN or infinite.
     """
     model = nnx.merge(graph, params)
 
@@ -127,7 +129,7 @@ def generate(model: GPT, cfg: Config, prompt: np.ndarray, how: SampleConfig, lay
     key = jax.random.key(how.seed)
     T, B = cfg.block_size, how.num_samples
     settings = np.float32(how.temperature), np.int32(min(how.top_k or 2**30, 2**30)), np.float32(how.top_p)
-    text = np.tile(np.asarray(prompt, np.int32), (B, 1))  # [B, N], grows
+    text = np.tile(np.asarray(prompt, np.int32), (B, 1))  # [B, N]
     caches, position, n_made = None, T, 0
     while n_made < how.max_new_tokens:
         if position == T:  # at the start, and whenever the cache is full
@@ -146,13 +148,13 @@ def generate(model: GPT, cfg: Config, prompt: np.ndarray, how: SampleConfig, lay
         if not finite:
             raise UserError("the model's logits are not finite: this checkpoint's weights are damaged")
         new = np.asarray(out)[:, :n]
-        text = np.concatenate([text, new], axis=1)
+        text = np.concatenate([text, new], axis=1)[:, -(T + 1) :]  # no more is ever read again
         position, n_made = position + n, n_made + n
         yield new
 
 
 def sample_text(params, cfg: Config, corpus: Corpus, layout) -> str:
-    """What train.py shows at an evaluation: a line break, continued in float32 by the programs above."""
+    """What train.py shows at an evaluation: a line break, or else the corpus's first token, continued in float32."""
     tokenizer = corpus.tokenizer
     prompt = tokenizer.encode("\n") if tokenizer.kind == "byte" or "\n" in tokenizer.symbols else corpus.train[:1]
     graph, _ = nnx.split(abstract_model(cfg, tokenizer.vocab_size))
@@ -174,7 +176,8 @@ def load_model(out_dir: str, which: str, tensor: int = 1):
             import train  # not earlier: it imports this module
 
             init_state = train.make_init_state(cfg, tokenizer.vocab_size)
-            hw = train.make_mesh_and_shardings(replace(cfg, fsdp=1, tensor=tensor), init_state, first=tensor)
+            alone = replace(cfg, fsdp=1, tensor=tensor, batch_size=tensor, grad_accum=1)
+            hw = train.make_mesh_and_shardings(alone, init_state, devices=tensor)
             layout, cache_layout = hw.layout.params, hw.cache
         graph, like = nnx.split(abstract_model(cfg, tokenizer.vocab_size))
         # Into numpy: any device may read what any device wrote.
@@ -197,20 +200,42 @@ def load_model(out_dir: str, which: str, tensor: int = 1):
 
 def read_prompt(how: SampleConfig) -> str:
     """From the flag, a file, or a pipe.  (Not from any other standard input, which may never end.)"""
-    if how.prompt_file:
-        return Path(how.prompt_file).read_text(encoding="utf-8")
     if how.prompt is not None:
-        return how.prompt.replace("\\n", "\n")
+        return typed(how.prompt)
+    name, raw = how.prompt_file, b""
     try:
-        mode = os.fstat(sys.stdin.fileno()).st_mode
-    except (AttributeError, OSError):  # no standard input at all, as in a notebook
-        return "\n"
-    return (sys.stdin.read() if stat.S_ISFIFO(mode) or stat.S_ISREG(mode) else "") or "\n"
+        if name:
+            raw = Path(name).read_bytes()
+        elif sys.stdin is not None and is_pipe_or_file(sys.stdin):
+            name = "standard input"
+            print("the prompt is read from standard input, to its end", file=sys.stderr)
+            raw = sys.stdin.buffer.read()
+        text = raw.decode("utf-8").replace("\r\n", "\n")
+    except OSError as e:
+        raise UserError(f"--prompt_file {name}: {e.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"the prompt in {name} is not UTF-8 text") from None
+    if how.prompt_file and not text:
+        raise UserError(f"--prompt_file {name} is empty: the model needs at least one character to start from")
+    return text or "\n"
+
+
+def is_pipe_or_file(stream) -> bool:
+    try:
+        mode = os.fstat(stream.fileno()).st_mode
+    except OSError:  # a notebook's
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+def typed(text: str) -> str:
+    """Where a line break cannot be typed, \\n is one."""
+    return text.rstrip("\r\n").replace("\\n", "\n") or "\n"
 
 
 def tell(model: GPT, cfg: Config, tokenizer, prompt: str, how: SampleConfig, layout=None) -> None:
     """Print the prompt and its continuations; a single one appears as it is made.  The speed goes to stderr."""
-    start, ids, made = time.perf_counter(), tokenizer.encode(prompt), np.zeros((how.num_samples, 0), np.int32)
+    begun, ids, made = time.perf_counter(), tokenizer.encode(prompt), np.zeros((how.num_samples, 0), np.int32)
 
     def show(row: int, shown: int, final: bool) -> int:
         """Print what is new in a row of `made`; a character whose bytes are not all there yet waits."""
@@ -219,30 +244,40 @@ def tell(model: GPT, cfg: Config, tokenizer, prompt: str, how: SampleConfig, lay
         print(text[shown:], end="\n" if final else "", flush=True)
         return max(shown, len(text))
 
-    shown = show(0, 0, False)
+    shown, first, at_first = show(0, 0, False), 0, begun
     for new in generate(model, cfg, ids, how, layout):
         made = np.concatenate([made, new], axis=1)
+        if not first:
+            first, at_first = made.size, time.perf_counter()
         if how.num_samples == 1:
             shown = show(0, shown, False)
+    now = time.perf_counter()
     for row in range(how.num_samples):
         if row:
             print("-" * 40)
         show(row, 0 if row else shown, True)
-    seconds = time.perf_counter() - start
-    print(f"{made.size:,} tokens in {seconds:.1f} s: {made.size / seconds:,.0f} tokens/s", file=sys.stderr)
+    report = (
+        f"{made.size:,} tokens, the first {first} after {at_first - begun:.1f} s"  # which may be spent in compiling
+    )
+    if made.size > first:
+        report += f", then {(made.size - first) / (now - at_first):,.0f} tokens/s"
+    print(report, file=sys.stderr)
 
 
 def main(argv):
     how, on = parse(SampleConfig, argv, __doc__, interactive="type prompts, and get a continuation of each")
+    if on["interactive"] and (how.prompt is not None or how.prompt_file):
+        raise UserError("--interactive takes its prompts from the keyboard: leave --prompt and --prompt_file out")
+    prompt = None if on["interactive"] else read_prompt(how)
     model, cfg, tokenizer, step, layout = load_model(how.out_dir, how.which, how.tensor)
     print(f"{how.out_dir}, step {step}", file=sys.stderr)
     if not on["interactive"]:
-        return tell(model, cfg, tokenizer, read_prompt(how), how, layout)
+        return tell(model, cfg, tokenizer, prompt, how, layout)
     print("a line and Enter; end with Ctrl-D", file=sys.stderr)
-    for n, line in enumerate(sys.stdin):
+    for n, line in enumerate(sys.stdin or ()):
         try:  # another seed each time, so that the same prompt may be asked again
             again = replace(how, seed=(how.seed + n) % 2**32)
-            tell(model, cfg, tokenizer, line.rstrip("\n") or "\n", again, layout)
+            tell(model, cfg, tokenizer, typed(line), again, layout)
         except UserError as e:
             print(f"error: {e}", file=sys.stderr)
 

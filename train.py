@@ -15,6 +15,7 @@ import os
 import signal
 from collections.abc import Callable
 from functools import partial
+from glob import glob
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +27,7 @@ from flax import nnx
 import checkpoint
 import report
 from checkpoint import Checkpoints, TrainState
-from cli import noted_signals, parse, run
+from cli import deadline, noted_signals, parse, run
 from config import Config, UserError
 from data import eval_batches, get_batch, load_corpus
 from model import GPT, abstract_model
@@ -60,8 +61,10 @@ class Hardware(NamedTuple):
     preempted: Callable[[int], bool]  # of a step: whether all processes end after it, for one of them was told to
 
 
-def make_mesh_and_shardings(cfg: Config, init_state: Callable[[], TrainState], first: int | None = None) -> Hardware:
-    """Where every array lives, on all devices or the first few.  The one function that knows the hardware.
+def make_mesh_and_shardings(cfg: Config, init_state: Callable[[], TrainState], devices=None) -> Hardware:
+    """Where every array lives.  The one function that knows the hardware.
+
+    devices: None for all there are, a number for the first so many, or a list, of a TPU that is not there (plan.py).
 
     JAX's idea of a parallel program: the code describes the computation on whole arrays, as if on one huge device.
     Beside it stands, as data, how each array is cut over a mesh of devices, and from the two the compiler derives
@@ -75,25 +78,49 @@ def make_mesh_and_shardings(cfg: Config, init_state: Callable[[], TrainState], f
     from jax.sharding import AxisType, NamedSharding
     from jax.sharding import PartitionSpec as P
 
+    def join_other_processes() -> None:
+        """One process a host is how JAX runs on several; they find each other here, and then it is as if on one."""
+        if "JAX_COORDINATOR_ADDRESS" in os.environ:
+            try:
+                process, total = (int(os.environ[name]) for name in ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES"))
+            except (KeyError, ValueError) as e:
+                raise UserError(f"JAX_COORDINATOR_ADDRESS is set, and not what belongs to it: {e}") from None
+            if not 0 <= process < total:
+                raise UserError(f"JAX_PROCESS_ID {process}: must be 0 to {total - 1}, as JAX_NUM_PROCESSES is {total}")
+            address = os.environ["JAX_COORDINATOR_ADDRESS"]
+            with deadline(300, f"not all {total} processes came to {address} within {{}} s: is one missing?"):
+                jax.distributed.initialize(address, total, process, initialization_timeout=3600)
+        # A Cloud TPU's host, whose metadata name the others, or a task of Slurm.  Colab and Kaggle lend single hosts.
+        elif not {"COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE"} & os.environ.keys() and (
+            int(os.environ.get("SLURM_NTASKS", 1)) > 1 or glob("/dev/accel[0-9]*") or glob("/dev/vfio/[0-9]*")
+        ):
+            try:
+                with deadline(300, "the processes of this job did not all meet within {} s: is one missing?"):
+                    jax.distributed.initialize(initialization_timeout=3600)
+            except (ValueError, OSError):
+                pass  # nothing there that knows of other hosts
+
+    def find_devices() -> list:
+        if "JAX_NUM_CPU_DEVICES" not in os.environ and jax.__version_info__ >= (0, 12):  # 0.10.2 was seen to hang so
+            # On a CPU each core is a device.  Data parallelism then meets once a step; threads that share one device's
+            # small operations meet in each of them, which took a third of nano's time on two cores.
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            try:
+                jax.config.update("jax_num_cpu_devices", max(n for n in range(1, cores + 1) if rows % n == 0))
+            except RuntimeError:
+                pass  # JAX has already started, in a notebook say: then with what it has
+        join_other_processes()
+        try:
+            return jax.devices()
+        except RuntimeError as e:  # most often a TPU that another process, or an old notebook, still holds
+            line = str(e).splitlines()[0]
+            raise UserError(f"{line} (if another process holds the TPU, end that one first)") from None
+
     rows = cfg.batch_size // cfg.grad_accum
-    if "JAX_NUM_CPU_DEVICES" not in os.environ and jax.__version_info__ >= (0, 12):  # 0.10.2 was seen to hang so
-        # On a CPU each core is a device.  Data parallelism then meets once a step; threads that share one device's
-        # small operations meet in each of them, which took a third of nano's time on two cores.  Says nothing to a TPU.
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        try:
-            jax.config.update("jax_num_cpu_devices", max(n for n in range(1, cores + 1) if rows % n == 0))
-        except RuntimeError:
-            pass  # JAX has already started, in a notebook say: then with what it has
-    if "JAX_COORDINATOR_ADDRESS" in os.environ:
-        try:
-            process, total = (int(os.environ[name]) for name in ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES"))
-        except (KeyError, ValueError) as e:
-            raise UserError(f"JAX_COORDINATOR_ADDRESS is set, and this that belongs to it is not: {e}") from None
-        jax.distributed.initialize(num_processes=total, process_id=process)
-    try:
-        devices = jax.devices()[:first]
-    except RuntimeError as e:  # most often a TPU that another process, or an old notebook, still holds
-        raise UserError(f"{str(e).splitlines()[0]} (if another process holds the TPU, end that one first)") from None
+    if devices is None or isinstance(devices, int):
+        devices = find_devices()[:devices]
+    if len(devices) < cfg.tensor:
+        raise UserError(f"--tensor {cfg.tensor} needs as many devices; JAX has {len(devices)}")
     n, kind, platform = len(devices), devices[0].device_kind, devices[0].platform
     data = n // (cfg.fsdp * cfg.tensor)
     if data * cfg.fsdp * cfg.tensor != n:
@@ -114,15 +141,15 @@ def make_mesh_and_shardings(cfg: Config, init_state: Callable[[], TrainState], f
     mesh = jax.make_mesh(shape, names, axis_types=auto, devices=devices)
 
     def lay_out(path, x):
-        """Matrices that read the residual stream are [C, out], those that write to it [in, C]: C is cut over fsdp,
-        the other side over tensor.  AdamW's moments have their parameter's path, so also its layout."""
+        """Matrices that read the residual stream are [C, out], those that write to it [in, C], the embedding is [V, C]:
+        C is cut over fsdp, the other side over tensor.  AdamW's moments have their parameter's path, and its layout."""
         name = jax.tree_util.keystr(path)
         if any(f"'{m}_proj'" in name for m in ("q", "k", "v", "gate", "up")):
             spec = P("fsdp", "tensor")
         elif any(f"'{m}_proj'" in name for m in ("o", "down")):
             spec = P("tensor", "fsdp")
         elif "'wte'" in name:
-            spec = P(None, "fsdp")
+            spec = P("tensor" if len(x) % cfg.tensor == 0 else None, "fsdp")
         else:
             assert x.ndim < 2, f"no layout for {name}"
             spec = P()  # norm scales and counters: a copy everywhere
@@ -329,8 +356,9 @@ def train(cfg: Config, fresh: bool = False, profile: bool = False) -> int:
                 else:
                     metrics.add(dict(step=step, val_loss=val_loss))
                     metrics.plot()
-                    screen.evaluation(step, val_loss, sample_text(state.params, cfg, corpus, hw.cache))
-                    if step and math.isfinite(val_loss):
+                    sane = math.isfinite(val_loss)
+                    screen.evaluation(step, val_loss, sample_text(state.params, cfg, corpus, hw.cache) if sane else "")
+                    if step and sane:
                         checkpoints.save(state, meta, val_loss)
             if save:
                 checkpoints.save(state, meta)

@@ -143,7 +143,7 @@ def pair(*flags, **env):
 def test_two_processes_stop_after_the_same_step(flags, tmp_path):
     """SIGTERM goes to the second; both save the same step, and the rerun goes on from it with the losses of one process
     that has as many devices."""
-    flags += ["--max_steps", 400, "--log_interval", 1, "--out_dir"]
+    flags += ["--max_steps", 400, "--log_interval", 1, "--sample_tokens", 20, "--out_dir"]
     first, second = pair(*flags, tmp_path / "two")
     head = read_until(first, "step 30 | loss")
     second.send_signal(signal.SIGTERM)

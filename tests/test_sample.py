@@ -60,17 +60,20 @@ def greedy(model, cfg, prompt, n) -> list[int]:
     return made
 
 
-@pytest.mark.parametrize("length", [1, 5, 15, 16, 17, 40])
-def test_greedy_text_equals_whole_sequence_passes(cfg, model_of, length):
-    """With a context of 16: prompts shorter than, equal to and longer than it, and texts that outgrow it twice."""
+@pytest.mark.parametrize(
+    "T, length, n", [(16, n, 30) for n in (1, 5, 15, 16, 17, 40)] + [(100, n, 150) for n in (70, 100, 250)]
+)
+def test_greedy_text_equals_whole_sequence_passes(cfg, model_of, T, length, n):
+    """Prompts shorter than, equal to and longer than the context, and longer than a chunk; texts that outgrow it."""
+    cfg = replace(cfg, block_size=T)
     model = model_of(cfg)
     prompt = np.random.default_rng(length).integers(0, V, length)
-    expected = greedy(model, cfg, prompt, 30)
+    expected = greedy(model, cfg, prompt, n)
     assert len(set(expected)) > 2
-    assert text_of(model, cfg, prompt, max_new_tokens=30, temperature=0.0)[0].tolist() == expected
+    assert text_of(model, cfg, prompt, max_new_tokens=n, temperature=0.0)[0].tolist() == expected
 
 
-def test_prefill_in_chunks_equals_one_pass(cfg, model_of, monkeypatch):
+def test_prefill_in_chunks_equals_one_pass(cfg, model_of):
     """A prompt longer than a chunk is read chunk by chunk; the caches then hold what a single pass computes."""
     cfg = replace(cfg, block_size=160)
     model, prompt = model_of(cfg), np.random.default_rng(0).integers(0, V, 150)
@@ -119,6 +122,9 @@ def test_padding_of_the_vocabulary_is_never_drawn(cfg, how):
     graph, params = nnx.split(GPT(cfg, V, nnx.Rngs(0)))
     indifferent = nnx.merge(graph, jax.tree.map(jnp.zeros_like, params))
     assert text_of(indifferent, cfg, [1], max_new_tokens=100, num_samples=16, **how).max() < V
+    wte = params["wte"][...].at[V:].multiply(1000)  # and not if its logits would be the largest
+    params["wte"] = nnx.Param(wte)
+    assert text_of(nnx.merge(graph, params), cfg, [1], max_new_tokens=20, **how).max() < V
 
 
 def frequencies(temperature=1.0, top_k=2**30, top_p=1.0, n=40_000):
@@ -143,6 +149,9 @@ P = np.array([0.02, 0.4, 0.1, 0.3, 0.18])
         (dict(top_p=0.65), [0, 0.4, 0, 0.3, 0]),
         (dict(top_p=1e-9), [0, 1, 0, 0, 0]),
         (dict(top_k=3, top_p=0.7), [0, 0.4, 0, 0.3, 0]),  # of 0.88 left by top_k, 0.4 / 0.88 is less than 0.7
+        (dict(temperature=0.5, top_p=0.75), [0, 0.16, 0, 0.09, 0]),  # 0.25 of 0.303; before the temperature, 0.7
+        (dict(temperature=2.0, top_k=2), [0, 0.4**0.5, 0, 0.3**0.5, 0]),
+        (dict(top_k=1), [0, 1, 0, 0, 0]),
         (dict(temperature=0.0), [0, 1, 0, 0, 0]),
         (dict(temperature=0.0, top_k=3), [0, 1, 0, 0, 0]),
     ],
@@ -258,6 +267,7 @@ def test_prompt_from_a_pipe(trained, capsys, monkeypatch):
     ask = ["--out_dir", trained.out_dir, "--max_new_tokens", "4"]
     for piped, flags, begins in (
         ("ROMEO:\n", [], "ROMEO:\n"),
+        ("ROMEO:\r\n", [], "ROMEO:\n"),
         ("ROMEO:\n", ["--prompt", r"it\nis"], "it\nis"),
         ("", [], "\n"),
     ):
@@ -270,16 +280,24 @@ def test_interactive(trained, capsys, monkeypatch):
     """One continuation a line with the model loaded once; the same line gets another one; a bad line is no end."""
     loads = []
     monkeypatch.setattr(sample, "load_model", lambda *args: loads.append(1) or load_model(*args))
-    typed(monkeypatch, "ROMEO:\n#\nROMEO:\n")
+    typed(monkeypatch, "ROMEO:\n#\nROMEO:\nI\\nam\r\n")
     sample.main(["--out_dir", trained.out_dir, "--max_new_tokens", "20", "--interactive"])
     out, err = capsys.readouterr()
-    assert re.fullmatch(r"(?s)ROMEO:.{20}\nROMEO:.{20}\n", out) and out[:27] != out[27:]
+    assert re.fullmatch(r"(?s)ROMEO:.{20}\nROMEO:.{20}\nI\nam.{20}\n", out) and out[:27] != out[27:54]
     assert "never saw: '#'" in err and len(loads) == 1
 
 
 @pytest.mark.parametrize(
     "flags, says",
     [
+        (["--prompt", "A", "--prompt_file", "B"], "give one of them"),
+        (["--prompt", "A", "--interactive"], "leave --prompt and --prompt_file out"),
+        (["--prompt_file", "/none"], "--prompt_file /none: No such file"),
+        (["--prompt_file", os.path.dirname(__file__)], "Is a directory"),
+        (["--prompt_file", os.devnull], "/dev/null is empty"),
+        (["--prompt_file", sys.executable], "is not UTF-8 text"),
+        (["--temperature", "1e40"], "--temperature 1e+40: must be less"),
+        (["--tensor", "9"], "--tensor 9 needs as many devices; JAX has 8"),
         (["--prompt", "ROMÉO#"], "never saw: '#' 'É'"),
         (["--prompt", ""], "--prompt is empty"),
         (["--temperature", "-1"], "--temperature -1.0: must be 0 or more"),

@@ -264,6 +264,14 @@ def test_hardware_is_known_to_one_function():
 # --- evaluation ------------------------------------------------------------------------------------------------------
 
 
+def test_an_evaluation_that_is_not_finite_is_no_end_by_itself(cfg, capsys):
+    """Weights that are numbers may give logits that are not: no text can be drawn then, and the next step says why."""
+    wild = dict(learning_rate=1e13, min_lr=0.0, warmup_steps=0, grad_clip=0.0, weight_decay=0.0, eval_interval=1)
+    assert train.train(replace(cfg, **wild)) == 1
+    out = capsys.readouterr().out
+    assert "val_loss nan" in out and "error: loss or gradient not finite at step" in out
+
+
 def test_evaluation_is_the_mean_over_the_whole_split(cfg):
     """Equal to a plain sum over windows of any length, ragged tail included, whatever the batch."""
     corpus, hw, state, _ = setup(cfg)
