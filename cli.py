@@ -41,7 +41,7 @@ def parse(cls, argv: list[str], doc: str, **switches: str):
     preset = given.get("preset", cls.preset)
     if preset not in PRESETS:
         raise UserError(f"--preset {preset}: choose from {', '.join(PRESETS)}")
-    cfg = cls(**{**(PRESETS[preset] if cls is Config else {}), **given})
+    cfg = cls(**{**(PRESETS[preset] if issubclass(cls, Config) else {}), **given})
     return (cfg if cfg.out_dir else replace(cfg, out_dir=os.path.join("out", preset))), on
 
 

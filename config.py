@@ -81,9 +81,9 @@ PRESETS = {  # what differs from the defaults above
     "nano": dict(n_layer=6, n_head=2, n_embd=64, block_size=128, dropout=0.0, batch_size=8, max_steps=4_000,
                  learning_rate=6e-3, min_lr=0.0, log_interval=100, eval_interval=1_000, checkpoint_interval=1_000),
     "tiny": dict(),
-    "small": dict(n_layer=12, n_head=6, n_embd=768, block_size=1024, dropout=0.0, batch_size=512, grad_accum=4,
+    "small": dict(n_layer=12, n_head=6, n_embd=768, block_size=1024, dropout=0.0, batch_size=512, grad_accum=16,
                   dataset="fineweb", tokenizer="gpt2", warmup_steps=250, beta2=0.95, checkpoint_interval=500),
-    "scaled": dict(n_layer=24, n_head=16, n_embd=2048, block_size=2048, dropout=0.0, batch_size=512, grad_accum=8,
+    "scaled": dict(n_layer=24, n_head=16, n_embd=2048, block_size=2048, dropout=0.0, batch_size=512, grad_accum=16,
                    remat=1, fsdp=16, max_steps=25_000, learning_rate=4e-4, min_lr=4e-5, warmup_steps=500,
                    dataset="fineweb", tokenizer="gpt2", beta2=0.95, checkpoint_interval=500),
 }

@@ -74,6 +74,10 @@ class Corpus:
 
 def load_corpus(cfg: Config) -> Corpus:
     """Find or fetch the corpus of `cfg`, check it, tokenise it and split it.  UserError where any of this fails."""
+    if cfg.dataset == "fineweb" or cfg.tokenizer == "gpt2":
+        raise UserError(
+            "fineweb and gpt2 are not here yet: train on a text of yours, --dataset my.txt --tokenizer byte"
+        )
     path, note = shakespeare(Path(cfg.data_dir)) if cfg.dataset == "shakespeare" else (Path(cfg.dataset), "")
     try:
         raw = path.read_bytes()

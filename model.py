@@ -119,7 +119,8 @@ class Attention(nnx.Module):
         # Not earlier: on a CPU, norm and rope on the transposed arrays cost a third of nano's speed.
         q, k, v = (y.swapaxes(1, 2) for y in (q, k, v))  # [B, H, T, D]
         if cache is None:
-            y = attend(q, k, v, positions)
+            # Each head's T x T weights are computed again for the gradient: a TPU does that sooner than it reads them.
+            y = jax.checkpoint(attend)(q, k, v, positions)
         else:
             k, v = (jax.lax.dynamic_update_slice(old, new, (0, 0, positions[0], 0)) for old, new in zip(cache, (k, v)))
 
@@ -166,8 +167,11 @@ class Block(nnx.Module):
 class GPT(nnx.Module):
     """Token ids [B, T] -> logits [B, T, V]: for each position, how likely each token is to come next."""
 
-    def __init__(self, cfg: Config, vocab_size: int, rngs: nnx.Rngs, dtype: str = "float32"):
+    def __init__(self, cfg: Config, vocab_size: int, rngs: nnx.Rngs, dtype: str = "float32", stream=lambda x: x):
         self.dtype, self.vocab_size = jnp.dtype(dtype), vocab_size
+        self.stream = (
+            stream  # called on the residual stream, x, between blocks; changes no number (see Hardware, train.py)
+        )
         V = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         self.wte = nnx.Param(EMBED_STD * jax.random.normal(rngs.params(), (V, cfg.n_embd)))
         self.h = nnx.data([Block(cfg, rngs) for _ in range(cfg.n_layer)])
@@ -185,12 +189,13 @@ class GPT(nnx.Module):
         B, T = tokens.shape
         positions = start + jnp.arange(T)
         x = self.wte[...][tokens].astype(self.dtype)  # [B, T, C]
-        x = self.drop(x, deterministic=rngs is None, rngs=rngs)
+        x = self.stream(self.drop(x, deterministic=rngs is None, rngs=rngs))
         # Rematerialisation: of a block only its input is kept; the backward pass computes the rest of it a second time.
         apply = nnx.remat(Block.__call__) if self.remat else Block.__call__
         new_caches = []
         for block, cache in zip(self.h, caches or [None] * len(self.h)):
             x, cache = apply(block, x, positions, cache, rngs)
+            x = self.stream(x)
             new_caches.append(cache)
         # The embedding is also the output head (tied: Press & Wolf 2016, arXiv:1608.05859): one array, used twice.
         rows, wte = self.norm(x).reshape(B * T, -1), self.wte[...].astype(self.dtype)
@@ -199,6 +204,6 @@ class GPT(nnx.Module):
         return logits.reshape(B, T, -1), new_caches
 
 
-def abstract_model(cfg: Config, vocab_size: int, dtype: str = "float32") -> GPT:
+def abstract_model(cfg: Config, vocab_size: int, *more) -> GPT:
     """The model with shapes in place of arrays: costs no memory, and `nnx.merge` puts real arrays in their places."""
-    return nnx.eval_shape(lambda: GPT(cfg, vocab_size, nnx.Rngs(0), dtype))
+    return nnx.eval_shape(lambda: GPT(cfg, vocab_size, nnx.Rngs(0), *more))

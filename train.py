@@ -27,19 +27,12 @@ from flax import nnx
 import checkpoint
 import report
 from checkpoint import Checkpoints, TrainState
+from chips import chip_of
 from cli import deadline, noted_signals, parse, run
 from config import Config, UserError
 from data import eval_batches, get_batch, load_corpus
 from model import GPT, abstract_model
 from sample import sample_text
-
-# Dense bfloat16 FLOP/s of one JAX device, which is half a chip on v2, v3 and 7x.  TPUs: Google's chip pages and JAX's
-# own table; GPUs: vendor sheets.  A device that is not listed gets no MFU rather than a wrong one.
-PEAK_FLOPS = {
-    "TPU v2": 23e12, "TPU v3": 61.5e12, "TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12,
-    "TPU v5p": 459e12, "TPU v6 lite": 918e12, "TPU v6e": 918e12, "TPU7x": 1153e12,
-    "NVIDIA A100": 312e12, "NVIDIA L4": 121e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12,
-}  # fmt: skip
 
 
 class Hardware(NamedTuple):
@@ -48,6 +41,7 @@ class Hardware(NamedTuple):
     state: TrainState  # of ShapeDtypeStruct: shape, type and layout of every array of the train state
     layout: TrainState  # the layouts alone
     batch: Any  # the layout of a batch [B, T + 1]
+    stream: Callable[[jax.Array], jax.Array]  # holds activations [B, T, C] to the layout of the batch; see GPT.stream
     cache: Any  # the layout of the keys or values [B, H, S, D] that sampling keeps
     rows: Callable[[int], np.ndarray]  # of a batch of B rows, the numbers of those that this process makes
     place: Callable[[np.ndarray], jax.Array]  # its rows of a batch -> the batch
@@ -141,15 +135,16 @@ def make_mesh_and_shardings(cfg: Config, init_state: Callable[[], TrainState], d
     mesh = jax.make_mesh(shape, names, axis_types=auto, devices=devices)
 
     def lay_out(path, x):
-        """Matrices that read the residual stream are [C, out], those that write to it [in, C], the embedding is [V, C]:
-        C is cut over fsdp, the other side over tensor.  AdamW's moments have their parameter's path, and its layout."""
+        """Matrices that read the residual stream are [C, out], those that write to it [in, C]: C is cut over fsdp, the
+        other side over tensor.  The embedding [V, C] is cut over both by V: cut by C, what is looked up would have to
+        change its layout.  AdamW's moments have their parameter's path, and so its layout."""
         name = jax.tree_util.keystr(path)
         if any(f"'{m}_proj'" in name for m in ("q", "k", "v", "gate", "up")):
             spec = P("fsdp", "tensor")
         elif any(f"'{m}_proj'" in name for m in ("o", "down")):
             spec = P("tensor", "fsdp")
         elif "'wte'" in name:
-            spec = P("tensor" if len(x) % cfg.tensor == 0 else None, "fsdp")
+            spec = P(("tensor", "fsdp")) if len(x) % (cfg.tensor * cfg.fsdp) == 0 else P(None, "fsdp")
         else:
             assert x.ndim < 2, f"no layout for {name}"
             spec = P()  # norm scales and counters: a copy everywhere
@@ -160,7 +155,7 @@ def make_mesh_and_shardings(cfg: Config, init_state: Callable[[], TrainState], d
     before_ampere = str(getattr(devices[0], "compute_capability", "")).startswith(("5.", "6.", "7."))
     best = "float32" if platform == "cpu" or before_ampere else "bfloat16"
     dtype = best if cfg.dtype == "auto" else cfg.dtype
-    peak = next((flops for name, flops in PEAK_FLOPS.items() if kind == name or kind.startswith(f"{name}-")), None)
+    chip = chip_of(kind)
     batch = NamedSharding(mesh, P(("data", "fsdp")))
 
     several = jax.process_count() > 1
@@ -174,11 +169,12 @@ def make_mesh_and_shardings(cfg: Config, init_state: Callable[[], TrainState], d
         state=state,
         layout=jax.tree.map(lambda x: x.sharding, state),
         batch=batch,
+        stream=partial(jax.lax.with_sharding_constraint, shardings=batch),
         cache=NamedSharding(mesh, P(None, "tensor")),
         rows=rows_here,
         place=partial(jax.make_array_from_process_local_data, batch),
         dtype=dtype,
-        peak_flops=peak * n if peak and dtype == "bfloat16" else None,
+        peak_flops=chip.flops * n if chip and dtype == "bfloat16" else None,
         on_cpu=platform == "cpu",
         description=f"{n} x {kind} as data {data} x fsdp {cfg.fsdp} x tensor {cfg.tensor}, {dtype}",
         several=several,
@@ -229,6 +225,12 @@ def make_init_state(cfg: Config, vocab_size: int) -> Callable[[], TrainState]:
         return TrainState(jnp.int32(0), params, make_optimizer(cfg).init(params), jnp.zeros(2))
 
     return init_state
+
+
+def count_parameters(params, vocab_size: int) -> int:
+    """Without the padding of the vocabulary."""
+    V, C = params["wte"].shape
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(params)) - (V - vocab_size) * C
 
 
 def token_losses(graph, params, batch, rngs=None) -> jax.Array:
@@ -313,10 +315,9 @@ def train(cfg: Config, fresh: bool = False, profile: bool = False) -> int:
     vocab_size = corpus.tokenizer.vocab_size
     init_state = make_init_state(cfg, vocab_size)
     hw = make_mesh_and_shardings(cfg, init_state)
-    graph, _ = nnx.split(abstract_model(cfg, vocab_size, hw.dtype))
+    graph, _ = nnx.split(abstract_model(cfg, vocab_size, hw.dtype, hw.stream))
     train_step, eval_step = make_train_step(cfg, graph, hw), make_eval_step(graph)
-    padding = (len(hw.state.params["wte"]) - vocab_size) * cfg.n_embd
-    n_params = sum(math.prod(x.shape) for x in jax.tree.leaves(hw.state.params)) - padding
+    n_params = count_parameters(hw.state.params, vocab_size)
     meta = checkpoint.make_meta(cfg, corpus)
 
     with (

@@ -37,7 +37,14 @@ def slowly(f, seconds=float(os.environ.get("SLOW_FILES", 0))):
 if "SLOW_FILES" in os.environ:  # what Orbax calls at the end of a save, and to delete an old checkpoint
     os.rename, os.replace, os.rmdir = slowly(os.rename), slowly(os.replace), slowly(os.rmdir)
 
+if "DEADLINE" in os.environ:
+    import cli
+    deadline = cli.deadline
+    cli.deadline = lambda seconds, message: deadline(float(os.environ["DEADLINE"]), message)
+
 def get_batch(tokens, cfg, step, *rest):
+    if step == 0 and "SHOW_ROWS" in os.environ:
+        print("rows", *rest[0], file=sys.stderr)
     if str(step) == os.environ.get("CTRL_C_AT"):
         signal.raise_signal(signal.SIGINT)
     if str(step) == os.environ.get("STUCK_AT"):  # in C++ for ever, as in a long compilation

@@ -134,10 +134,10 @@ def test_second_ctrl_c_ends_at_once(flags, tmp_path):
     assert process.returncode == 130
 
 
-def pair(*flags, **env):
-    """Two processes, two devices each, that train together: jax.distributed over loopback."""
-    address = dict(JAX_COORDINATOR_ADDRESS=f"localhost:{random.randrange(20_000, 30_000)}", JAX_NUM_PROCESSES=2)
-    return [script("train", *flags, JAX_PROCESS_ID=i, **address, **dict(JAX_NUM_CPU_DEVICES=2) | env) for i in range(2)]
+def pair(*flags, n=2, **env):
+    """Two processes (or n), two devices each, that train together: jax.distributed over loopback."""
+    address = dict(JAX_COORDINATOR_ADDRESS=f"localhost:{random.randrange(20_000, 30_000)}", JAX_NUM_PROCESSES=n)
+    return [script("train", *flags, JAX_PROCESS_ID=i, **address, **dict(JAX_NUM_CPU_DEVICES=2) | env) for i in range(n)]
 
 
 def test_two_processes_stop_after_the_same_step(flags, tmp_path):
@@ -159,6 +159,45 @@ def test_two_processes_stop_after_the_same_step(flags, tmp_path):
     assert [r["step"] for r in two if "loss" in r] == list(range(1, step + 21))
     for a, b in zip(two[:30], one[:30]):
         assert a.keys() == b.keys() and a == pytest.approx(b, rel=1e-4)
+
+
+def test_four_processes_are_as_one(flags, tmp_path):
+    """On data 4 x fsdp 2 each makes a quarter of the batch, no row twice; the losses are those of one process with as
+    many devices."""
+    flags += ["--max_steps", 10, "--log_interval", 1, "--fsdp", 2, "--sample_tokens", 8, "--out_dir"]
+    ends = [finish(process) for process in pair(*flags, tmp_path / "four", n=4, SHOW_ROWS=1)]
+    assert [code for code, _, _ in ends] == [0] * 4, ends
+    rows = [[int(row) for row in re.search(r"^rows (.*)$", err, re.M).group(1).split()] for _, _, err in ends]
+    assert [len(mine) for mine in rows] == [4] * 4 and sorted(sum(rows, [])) == list(range(16))
+    assert train(*flags, tmp_path / "one", JAX_NUM_CPU_DEVICES=8)[0] == 0
+    for a, b in zip(metrics(tmp_path / "four"), metrics(tmp_path / "one"), strict=True):
+        assert a.keys() == b.keys() and a == pytest.approx(b, rel=1e-4)
+
+
+@pytest.mark.parametrize("here", [0, 1])
+def test_missing_process_is_not_waited_for_for_ever(flags, tmp_path, here):
+    """Whether it is the first one, which the others come to, or another."""
+    address = dict(JAX_COORDINATOR_ADDRESS="localhost:19999", JAX_NUM_PROCESSES=2, JAX_PROCESS_ID=here, DEADLINE=3)
+    code, out, err = train(*flags, "--out_dir", tmp_path / "run", **address)
+    assert (code, out) == (2, "") and not (tmp_path / "run").exists()
+    assert "error: not all 2 processes came to localhost:19999 within 3.0 s: is one missing?" in err
+
+
+@pytest.mark.parametrize(
+    "name, value, says",
+    [
+        ("JAX_PROCESS_ID", "2", "error: JAX_PROCESS_ID 2: must be 0 to 1"),
+        (
+            "JAX_NUM_PROCESSES",
+            "two",
+            "error: JAX_COORDINATOR_ADDRESS is set, and not what belongs to it: invalid literal",
+        ),
+    ],
+)
+def test_bad_process_numbers_are_refused(flags, tmp_path, name, value, says):
+    address = dict(JAX_COORDINATOR_ADDRESS="localhost:19999", JAX_NUM_PROCESSES=2, JAX_PROCESS_ID=0) | {name: value}
+    code, _, err = train(*flags, "--out_dir", tmp_path / "run", **address)
+    assert code == 2 and err.startswith(says) and err.count("\n") == 1
 
 
 def test_two_processes_fall_back_and_are_refused_together(flags, tmp_path):
