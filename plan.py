@@ -37,6 +37,9 @@ TORUS = {
 TORUS["v6e"] = TORUS["v5e"]
 VOCABULARY = {"char": 65, "byte": 256, "gpt2": 50_257}  # char: Tiny Shakespeare's
 ADVICE = "more --grad_accum or --remat 1 shrink the activations, --fsdp the parameters and their moments"
+# XLA may turn a product with gathered weights into a loop that computes while it sends.  Here it does not: what happens
+# in such a loop is not counted.  On a TPU the step may so be somewhat quicker than here.
+COUNTABLE = dict(xla_jf_spmd_threshold_for_windowed_einsum_mib="1000000")
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ def compile_step(cfg: Config, devices: list):
     batch = jax.ShapeDtypeStruct((cfg.batch_size, cfg.block_size + 1), np.int32, sharding=hw.batch)
     step = jax.ShapeDtypeStruct((), np.int32)
     try:
-        return hw, train.make_train_step(cfg, graph, hw).lower(hw.state, batch, step).compile()
+        return hw, train.make_train_step(cfg, graph, hw).lower(hw.state, batch, step).compile(COUNTABLE)
     except jax.errors.JaxRuntimeError as e:
         if not (why := re.search(r"(Ran|Out|ran|out) of memory.*", str(e))):
             raise
@@ -101,37 +104,42 @@ def array_sizes(shapes: str) -> list[tuple[int, bool]]:
 def read_program(text: str, repeats: int):
     """(bytes to and from HBM, {collective: [count, bytes]}) of one device in one run of a compiled program.
 
-    text: the program as HLO, XLA's language, one line an instruction.  Loops, which are those over micro-batches, count
+    text: the program as HLO, XLA's language, one line an instruction.  Its loop, the one over micro-batches, counts
     `repeats` times.  What a fusion does inside stays on the chip: only its operands and results move.
     """
-    computations, entry = {}, ""
+    computations, entry, collectives, seen = {}, "", {}, set()
     for block in re.split(r"\n(?=\S)", text):
         if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(", block):
-            lines = (
-                re.match(r"\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][a-z\-]*)\((.*)", l) for l in block.split("\n")[1:]
-            )
-            computations[head.group(2)] = [line.groups() for line in lines if line]
+            line = r"\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][a-z\-]*)\((.*)"
+            found = [re.match(line, text) for text in block.split("\n")[1:]]
+            computations[head.group(2)] = [match.groups() for match in found if match]
             entry = head.group(2) if head.group(1) else entry
-    collectives = {}
 
-    def walk(name: str, times: int) -> int:
-        """Bytes to and from HBM."""
+    def walk(name: str, times: int, fused: bool = False) -> int:
+        """Bytes to and from HBM; adds what is sent to `collectives`."""
         results, traffic = {}, 0
         for result, shapes, op, rest in computations[name]:
             results[result] = shapes
             sizes, kind = array_sizes(shapes), op.removesuffix("-start")
-            if kind in COLLECTIVES:
-                moved = sum(b for b, _ in (sizes[len(sizes) // 2 :] if op.endswith("-start") else sizes))
-                count = collectives.setdefault(kind, [0, 0])
-                count[0], count[1] = count[0] + times, count[1] + times * moved
+            channel = re.search(r"channel_id=\d+", rest)  # the same in all parts of one that works in the background
+            if kind in COLLECTIVES and not (channel and channel.group(0) in seen):
+                seen.add(channel and channel.group(0))
+                moved = sum(size for size, _ in (sizes[len(sizes) // 2 :] if op.endswith("-start") else sizes))
+                count, before = collectives.get(kind, (0, 0))
+                collectives[kind] = count + times, before + times * moved
             if op == "while":
-                traffic += walk(re.search(r"body=%([\w.\-]+)", rest).group(1), times * repeats)
-            elif op in ("copy-start", "slice-start"):  # from HBM to the chip or back
+                traffic += walk(re.search(r"body=%([\w.\-]+)", rest).group(1), times * repeats, fused)
+                continue
+            if called := re.search(r"calls=%([\w.\-]+)", rest):
+                walk(called.group(1), times, fused=True)
+            if fused or op in NO_TRAFFIC or op.endswith("-done"):
+                continue
+            if op in ("copy-start", "slice-start"):  # from HBM to the chip or back
                 traffic += times * sizes[1][0]
-            elif op not in NO_TRAFFIC and not op.endswith("-done"):
+            else:
                 operands = re.findall(r"%([\w.\-]+)", rest.split("), ")[0])
                 sizes += [size for operand in operands for size in array_sizes(results.get(operand, ""))]
-                traffic += times * sum(b for b, in_hbm in sizes if in_hbm)
+                traffic += times * sum(size for size, in_hbm in sizes if in_hbm)
         return traffic
 
     return walk(entry, 1), collectives

@@ -107,8 +107,8 @@ def test_data_parallelism_sends_each_gradient_once(cfg):
     cfg = replace(cfg, dropout=0.0)
     step, evaluation = sent(cfg)
     matrices, scales, embedding = sizes(cfg)
-    assert step == {"all-reduce": [1, matrices + scales + embedding + F32]}
-    assert evaluation == {"all-reduce": [1, F32]}
+    assert step == {"all-reduce": (1, matrices + scales + embedding + F32)}
+    assert evaluation == {"all-reduce": (1, F32)}
 
 
 def test_fsdp_gathers_parameters_and_adds_up_gradients(cfg):
@@ -117,7 +117,7 @@ def test_fsdp_gathers_parameters_and_adds_up_gradients(cfg):
     cfg = replace(cfg, dropout=0.0, fsdp=8)
     step, evaluation = sent(cfg)
     matrices, scales, embedding = sizes(cfg)
-    assert evaluation == {"all-gather": [2 + 7 * cfg.n_layer, matrices + embedding], "all-reduce": [1, F32]}
+    assert evaluation == {"all-gather": (2 + 7 * cfg.n_layer, matrices + embedding), "all-reduce": (1, F32)}
     assert step.keys() == {"all-gather", "all-reduce"}  # a TPU's compiler makes reduce-scatters of the latter
     assert step["all-gather"][1] == matrices + embedding
     of_the_norm = 2 * F32 * (2 + 11 * cfg.n_layer)  # the clip's and the log's: a number per array at most
