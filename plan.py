@@ -224,12 +224,17 @@ def describe(p: dict) -> str:
     return "\n".join(lines)
 
 
-def main(argv):
-    jax.config.update("jax_platforms", "cpu")  # a TPU that is here is not asked
+def prepare() -> None:
+    """Before JAX starts: no TPU that is here is asked, and libtpu neither looks for what only a TPU's host has, nor
+    minds another process that has loaded it."""
+    jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)  # what is compiled for elsewhere cannot be read back
-    # What libtpu would otherwise look for on a TPU's host, or leave to one process at a time.
     os.environ |= dict(TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE="v5litepod-1", TPU_WORKER_HOSTNAMES="localhost")
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+
+
+def main(argv):
+    prepare()
     cfg, on = parse(PlanConfig, argv, __doc__, json="print JSON")
     result = plan(cfg)
     print(json.dumps(result, indent=1) if on["json"] else describe(result))

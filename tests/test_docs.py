@@ -1,4 +1,4 @@
-"""README.md says what is true: its commands parse, its file table is complete, its links lead somewhere."""
+"""README.md and scaling.md say what is true: commands parse, the file table is complete, links lead somewhere."""
 
 import re
 import shlex
@@ -9,28 +9,40 @@ import pytest
 import config
 from cli import parse
 from config import Config
+from plan import PlanConfig
 from sample import SampleConfig
 
 ROOT = Path(config.__file__).parent
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```sh\n(.*?)```", README, re.S)
-COMMANDS = [line.split("#")[0].strip() for block in BLOCKS for line in block.splitlines() if line]
+README, SCALING = ((ROOT / name).read_text() for name in ("README.md", "scaling.md"))
 
 
-assert len(COMMANDS) >= 5, "the README's blocks of commands are not where this file looks for them"
+def commands(text):
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.S)
+    return [line.split("#")[0].strip() for block in blocks for line in block.splitlines() if line]
+
+
+assert len(commands(README)) >= 5 and len(commands(SCALING)) >= 8, "commands are not where this file looks for them"
+KNOBS = {
+    "train.py": (Config, dict(fresh="", profile="")),
+    "sample.py": (SampleConfig, dict(interactive="")),
+    "plan.py": (PlanConfig, dict(json="")),
+}
 
 
 @pytest.mark.parametrize(
-    "command", [c for c in COMMANDS if re.search(r"\b(train|sample)\.py", c) and "--help" not in c]
+    "command", commands(README) + commands(SCALING) + re.findall(r"`(python [^`]*)`", README + SCALING)
 )
 def test_command_parses(command):
-    name, *flags = shlex.split(command)[1:]
-    switches = dict(fresh="", profile="") if name == "train.py" else dict(interactive="")
-    parse(Config if name == "train.py" else SampleConfig, flags, "", **switches)
+    """Ours, alone or within one of another tool."""
+    shlex.split(command)
+    for name, flags in re.findall(r"python (\w+\.py)((?: (?:--?[\w.=:/-]+|\"[^\"]*\"|[\w.:/-]+))*)", command):
+        if "--help" not in flags and "<" not in command:
+            cls, switches = KNOBS[name]
+            parse(cls, shlex.split(flags), "", **switches)
 
 
 def test_test_command_is_the_one_that_ci_runs():
-    command = next(c for c in COMMANDS if "pytest" in c)
+    command = next(c for c in commands(README) if "pytest" in c)
     assert command in (ROOT / ".ci" / "run").read_text()
 
 
@@ -42,5 +54,5 @@ def test_file_table_names_every_file():
 
 
 def test_local_links_lead_somewhere():
-    for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", README + SCALING):
         assert (ROOT / target).exists(), target
