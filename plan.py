@@ -22,9 +22,9 @@ import train
 from chips import CHIPS
 from cli import parse, run
 from config import Config, UserError, knob
+from generate import PREFILL
 from model import abstract_model
 from report import duration, flops_per_token
-from sample import PREFILL
 
 # As Google names them: by chips for v5e and v6e, by cores (two a chip) for the others.  The torus, in chips.
 TORUS = {

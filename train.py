@@ -31,8 +31,8 @@ from chips import chip_of
 from cli import deadline, noted_signals, parse, run
 from config import Config, UserError
 from data import eval_batches, get_batch, load_corpus
+from generate import sample_text
 from model import GPT, abstract_model
-from sample import sample_text
 
 
 class Hardware(NamedTuple):

@@ -22,8 +22,8 @@ import numpy as np
 from flax import nnx
 
 from config import PRESETS, Config
+from generate import SampleConfig, generate
 from model import GPT
-from sample import SampleConfig, generate
 
 V = 65
 PROMPT = np.arange(6)

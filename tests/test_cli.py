@@ -12,7 +12,7 @@ from scripts import SMALL, finish, script
 import config
 from cli import parse
 from config import PRESETS, Config, UserError
-from sample import SampleConfig
+from generate import SampleConfig
 
 ROOT = Path(config.__file__).parent
 
@@ -111,7 +111,7 @@ def test_flags_go_over_presets_and_presets_over_defaults():
 
 def test_every_knob_is_read_somewhere():
     """A knob that no line reads would be a lie."""
-    modules = "config cli data model checkpoint sample report train".split()
+    modules = "config cli data model checkpoint generate sample report train".split()
     code = "".join((ROOT / f"{name}.py").read_text() for name in modules)
     for f in fields(Config):
         assert re.search(rf"\b(cfg|self)\.{f.name}\b|\"{f.name}\"", code), f.name

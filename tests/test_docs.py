@@ -9,8 +9,8 @@ import pytest
 import config
 from cli import parse
 from config import Config
+from generate import SampleConfig
 from plan import PlanConfig
-from sample import SampleConfig
 
 ROOT = Path(config.__file__).parent
 README, SCALING = ((ROOT / name).read_text() for name in ("README.md", "scaling.md"))

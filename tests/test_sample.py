@@ -18,8 +18,9 @@ import train
 from cli import parse
 from config import Config, UserError
 from data import make_tokenizer
+from generate import PREFILL, SampleConfig, choose, decode, empty_caches, generate, prefill
 from model import GPT
-from sample import SampleConfig, choose, generate, load_model
+from sample import load_model
 
 V = 20
 
@@ -79,11 +80,11 @@ def test_prefill_in_chunks_equals_one_pass(cfg, model_of):
     model, prompt = model_of(cfg), np.random.default_rng(0).integers(0, V, 150)
     _, whole = model(prompt[None, :-1])
     graph, params = nnx.split(model)
-    caches = sample.empty_caches(cfg, 1)
-    for i in range(0, 149, sample.PREFILL):
-        chunk = np.zeros((1, sample.PREFILL), np.int32)
-        chunk[0, : len(prompt[i : i + sample.PREFILL])] = prompt[i : i + sample.PREFILL]
-        caches = sample.prefill(graph, params, caches, chunk, np.int32(i))
+    caches = empty_caches(cfg, 1)
+    for i in range(0, 149, PREFILL):
+        chunk = np.zeros((1, PREFILL), np.int32)
+        chunk[0, : len(prompt[i : i + PREFILL])] = prompt[i : i + PREFILL]
+        caches = prefill(graph, params, caches, chunk, np.int32(i))
     for cached, exact in zip(jax.tree.leaves(caches), jax.tree.leaves(whole)):
         np.testing.assert_allclose(cached[:, :, :149], exact, atol=1e-4)
 
@@ -94,7 +95,7 @@ def test_two_programs_whatever_the_lengths(cfg, model_of):
     sizes = []
     for length, n in (2, 3), (30, 50), (200, 120):
         text_of(model, replace(cfg, block_size=48), np.arange(length) % V, max_new_tokens=n)
-        sizes.append((sample.prefill._cache_size(), sample.decode._cache_size()))
+        sizes.append((prefill._cache_size(), decode._cache_size()))
     assert sizes[0] == sizes[1] == sizes[2]
 
 
@@ -230,7 +231,7 @@ def test_tensor_parallel_sampling(trained, capsys, tmp_path):
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] and len(texts[0]) == 47
     model, *_, layout = load_model(cut.out_dir, "best", 2)
-    kernel, (keys, _) = model.h[0].attn.q_proj.kernel[...], sample.empty_caches(cut, 3, layout)[0]
+    kernel, (keys, _) = model.h[0].attn.q_proj.kernel[...], empty_caches(cut, 3, layout)[0]
     for whole, axis in (kernel, 1), (keys, 1):
         pieces = [piece.data.shape for piece in whole.addressable_shards]
         assert len(pieces) == 2 and all(piece[axis] * 2 == whole.shape[axis] for piece in pieces)
