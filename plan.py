@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 
 import train
-from chips import CHIPS
+from chips import CHIPS, PRICES
 from cli import parse, run
 from config import Config, UserError, knob
 from generate import PREFILL
@@ -40,6 +40,10 @@ ADVICE = "more --grad_accum or --remat 1 shrink the activations, --fsdp the para
 # XLA may turn a product with gathered weights into a loop that computes while it sends.  Here it does not: what happens
 # in such a loop is not counted.  On a TPU the step may so be somewhat quicker than here.
 COUNTABLE = dict(xla_jf_spmd_threshold_for_windowed_einsum_mib="1000000")
+
+
+class DoesNotFit(UserError):
+    pass
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ def compile_step(cfg: Config, devices: list):
     except jax.errors.JaxRuntimeError as e:
         if not (why := re.search(r"(Ran|Out|ran|out) of memory.*", str(e))):
             raise
-        raise UserError(f"DOES NOT FIT on {cfg.tpu} ({hw.description}): {why.group(0)}  {ADVICE}") from None
+        raise DoesNotFit(f"DOES NOT FIT on {cfg.tpu} ({hw.description}): {why.group(0)}  {ADVICE}") from None
 
 
 # --- what the compiler made of it ------------------------------------------------------------------------------------
@@ -101,13 +105,14 @@ def array_sizes(shapes: str) -> list[tuple[int, bool]]:
     ]
 
 
-def read_program(text: str, repeats: int):
-    """(bytes to and from HBM, {collective: [count, bytes]}) of one device in one run of a compiled program.
+def read_program(text: str):
+    """(bytes to and from HBM, {collective: (count, bytes)}) of one device in one run of a compiled program.
 
-    text: the program as HLO, XLA's language, one line an instruction.  Its loop, the one over micro-batches, counts
-    `repeats` times.  What a fusion does inside stays on the chip: only its operands and results move.
+    text: the program as HLO, XLA's language, one line an instruction.  A loop counts as often as its condition says,
+    from zero in steps of one.  What a fusion does inside stays on the chip: only its operands and results move.  The
+    bytes of a collective are those of its whole array: what is gathered, what is added up.
     """
-    computations, entry, collectives, seen = {}, "", {}, set()
+    computations, entry, collectives = {}, "", {}
     for block in re.split(r"\n(?=\S)", text):
         if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(", block):
             line = r"\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][a-z\-]*)\((.*)"
@@ -121,25 +126,32 @@ def read_program(text: str, repeats: int):
         for result, shapes, op, rest in computations[name]:
             results[result] = shapes
             sizes, kind = array_sizes(shapes), op.removesuffix("-start")
-            channel = re.search(r"channel_id=\d+", rest)  # the same in all parts of one that works in the background
-            if kind in COLLECTIVES and not (channel and channel.group(0) in seen):
-                seen.add(channel and channel.group(0))
-                moved = sum(size for size, _ in (sizes[len(sizes) // 2 :] if op.endswith("-start") else sizes))
+            operands = re.findall(r"%([\w.\-]+)", rest.split("), ")[0])
+            read = [size for operand in operands for size in array_sizes(results.get(operand, ""))]
+            if kind in COLLECTIVES:
+                # The larger side; a gather that starts has the operand among its results.
+                moved = max(sum(size for size, _ in read), 0 if op != kind else sum(size for size, _ in sizes))
+                if op == "all-gather-start":
+                    moved = sizes[-1][0]
+                if name.startswith("all-reduce-scatter"):  # a TPU's way to say so
+                    kind = "reduce-scatter"
                 count, before = collectives.get(kind, (0, 0))
                 collectives[kind] = count + times, before + times * moved
             if op == "while":
-                traffic += walk(re.search(r"body=%([\w.\-]+)", rest).group(1), times * repeats, fused)
+                condition, body = (re.search(rf"{part}=%([\w.\-]+)", rest).group(1) for part in ("condition", "body"))
+                bounds = [rest for _, _, op, rest in computations[condition] if op == "constant"]
+                traffic += walk(body, times * int(bounds[0].split(")")[0]), fused)
                 continue
-            if called := re.search(r"calls=%([\w.\-]+)", rest):
+            # What works in the background is three fusions with the same collective: begin, meanwhile, done.
+            called = re.search(r"calls=%([\w.\-]+)", rest)
+            if called and not called.group(1).startswith("async_collective") and "collective-done" not in result:
                 walk(called.group(1), times, fused=True)
             if fused or op in NO_TRAFFIC or op.endswith("-done"):
                 continue
             if op in ("copy-start", "slice-start"):  # from HBM to the chip or back
                 traffic += times * sizes[1][0]
             else:
-                operands = re.findall(r"%([\w.\-]+)", rest.split("), ")[0])
-                sizes += [size for operand in operands for size in array_sizes(results.get(operand, ""))]
-                traffic += times * sum(size for size, in_hbm in sizes if in_hbm)
+                traffic += times * sum(size for size, in_hbm in sizes + read if in_hbm)
         return traffic
 
     return walk(entry, 1), collectives
@@ -151,13 +163,14 @@ def plan(cfg: PlanConfig) -> dict:
     hw, compiled = compile_step(cfg, devices)
     chip, n, tokens = CHIPS[devices[0].device_kind], len(devices), cfg.batch_size * cfg.block_size
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
-    traffic, collectives = read_program(compiled.as_text(), cfg.grad_accum)
+    traffic, collectives = read_program(compiled.as_text())
     n_params = train.count_parameters(hw.state.params, VOCABULARY[cfg.tokenizer])
     flops = cost["flops"] * cfg.grad_accum  # the compiler counts a loop's body once
     # Around a ring of devices, both ways: an all-reduce sends (almost) everything twice, the others once.
     sent = sum(size * (2 if kind == "all-reduce" else 1) for kind, (_, size) in collectives.items())
-    links = sent / (2 * chip.link) if chip.link else 0.0
-    seconds = dict(compute=flops / chip.flops, memory=traffic / chip.memory, links=links)
+    seconds = dict(compute=flops / chip.flops, memory=traffic / chip.memory)
+    if chip.link or not sent:
+        seconds["links"] = sent / (2 * chip.link) if sent else 0.0
     fast, slow = max(seconds.values()), 2 * sum(seconds.values())
     formula = flops_per_token(cfg, n_params) * tokens / n
     runs = {}
@@ -167,6 +180,7 @@ def plan(cfg: PlanConfig) -> dict:
         dollars = {kind: [h * n / chip.per_chip * price for h in hours] for kind, price in prices.items() if price}
         runs[name] = dict(hours=hours, dollars=dollars)
     return dict(
+        fits=True,
         tpu=cfg.tpu,
         devices=n,
         hosts=len({device.process_index for device in devices}),
@@ -176,6 +190,7 @@ def plan(cfg: PlanConfig) -> dict:
         arguments=memory.argument_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
         peak=memory.peak_memory_in_bytes,
+        hbm=chip.gib * 2**30,
         flops=flops,
         flops_by_formula=formula,
         traffic=traffic,
@@ -186,6 +201,7 @@ def plan(cfg: PlanConfig) -> dict:
         tokens_per_second=[tokens / slow, tokens / fast],
         mfu=[formula / chip.flops / step for step in (slow, fast)],
         runs=runs,
+        prices=PRICES,
         sampling=4 * n_params + 8 * cfg.n_layer * cfg.n_embd * -(-cfg.block_size // PREFILL) * PREFILL,
     )
 
@@ -203,14 +219,19 @@ def describe(p: dict) -> str:
     gb = lambda size: f"{size / 1e9:,.2f} GB"
     ms = lambda seconds: f"{seconds * 1e3:,.2f} ms"
     sent = [f"{count} {kind}, {gb(size)}" for kind, (count, size) in p["collectives"].items()]
+    ring = (
+        f"{ms(s['links'])} around a ring, both ways"
+        if "links" in s
+        else "how fast they are is unknown, and left out below"
+    )
     lines = [
         f"tpu       {p['tpu']}, {p['hosts']} host{'s' * (p['hosts'] > 1)}: {p['description']}",
         f"model     {p['parameters']:,} parameters; {p['tokens_per_step']:,} tokens a step",
         f"memory    of a device: {gb(p['arguments'])} arguments + {gb(p['temporaries'])} temporaries,"
-        f" at most {gb(p['peak'])} at a time: FITS",
+        f" {gb(p['peak'])} at a time, of {gb(p['hbm'])}: FITS",
         f"compute   {p['flops']:.3g} FLOPs, {ratio:.2f} times the formula: {ms(s['compute'])} at the peak",
         f"memory    {gb(p['traffic'])} from and to it: {ms(s['memory'])} at its bandwidth",
-        f"links     {'; '.join(sent) or 'nothing to send'}: {ms(s['links'])} around a ring, both ways",
+        f"links     {'; '.join(sent) or 'nothing to send'}: {ring}",
         f"bound     by {p['bound']}",
         "PREDICTED, from all three at once to one after the other at half speed; nothing was run:",
         f"step      {span(*(x * 1e3 for x in p['step']), '{:,.1f}')} ms, {span(*p['tokens_per_second'])} tokens/s,"
@@ -220,6 +241,7 @@ def describe(p: dict) -> str:
         cost = [f"${span(*of['dollars'][kind], '{:,.2f}')} {kind.replace('_', ' ')}" for kind in of["dollars"]]
         time = " to ".join(duration(3600 * hours) for hours in of["hours"])
         lines.append(f"cost      {name}: {time}; {', '.join(cost) or 'no price known'}")
+    lines.append(f"          {p['prices']}")
     lines.append(f"sampling  {gb(p['sampling'])}: the parameters in float32, and the cache of one text")
     return "\n".join(lines)
 
@@ -236,7 +258,12 @@ def prepare() -> None:
 def main(argv):
     prepare()
     cfg, on = parse(PlanConfig, argv, __doc__, json="print JSON")
-    result = plan(cfg)
+    try:
+        result = plan(cfg)
+    except DoesNotFit as e:
+        if on["json"]:
+            print(json.dumps(dict(fits=False, tpu=cfg.tpu, why=str(e)), indent=1))
+        raise
     print(json.dumps(result, indent=1) if on["json"] else describe(result))
 
 

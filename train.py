@@ -68,20 +68,19 @@ def make_mesh_and_shardings(cfg: Config, init_state: Callable[[], TrainState], d
     the same, but the parameters too are cut over the group, and gathered when needed.  `tensor`: the heads and the
     MLP's hidden channels are cut, so that one matrix product is shared (Megatron: Shoeybi et al. 2019).
     """
-    from jax.experimental import multihost_utils
-    from jax.sharding import AxisType, NamedSharding
+    from jax.experimental import mesh_utils, multihost_utils
+    from jax.sharding import AxisType, Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
     def join_other_processes() -> None:
         """One process a host is how JAX runs on several; they find each other here, and then it is as if on one."""
-        if "JAX_COORDINATOR_ADDRESS" in os.environ:
-            try:
-                process, total = (int(os.environ[name]) for name in ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES"))
-            except (KeyError, ValueError) as e:
-                raise UserError(f"JAX_COORDINATOR_ADDRESS is set, and not what belongs to it: {e}") from None
-            if not 0 <= process < total:
-                raise UserError(f"JAX_PROCESS_ID {process}: must be 0 to {total - 1}, as JAX_NUM_PROCESSES is {total}")
-            address = os.environ["JAX_COORDINATOR_ADDRESS"]
+        names = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+        if any(name in os.environ for name in names):
+            address, *numbers = (os.environ.get(name, "") for name in names)
+            total, process = (int(n) if n.isdigit() else -1 for n in numbers)
+            if not address or not 0 <= process < total:
+                have = ", ".join(f"{name}={os.environ.get(name, '')}" for name in names)
+                raise UserError(f"{have}: needed are host:port, a number n, and one of 0 to n - 1")
             with deadline(300, f"not all {total} processes came to {address} within {{}} s: is one missing?"):
                 jax.distributed.initialize(address, total, process, initialization_timeout=3600)
         # A Cloud TPU's host, whose metadata name the others, or a task of Slurm.  Colab and Kaggle lend single hosts.
@@ -120,10 +119,12 @@ def make_mesh_and_shardings(cfg: Config, init_state: Callable[[], TrainState], d
     if data * cfg.fsdp * cfg.tensor != n:
         raise UserError(f"{n} devices cannot form groups of --fsdp {cfg.fsdp} x --tensor {cfg.tensor}")
     if rows % (groups := data * cfg.fsdp):
-        nearest = max(1, round(rows / groups)) * groups * cfg.grad_accum
+        fewer = [a for a in range(cfg.grad_accum - 1, 0, -1) if cfg.batch_size % (a * groups) == 0]
+        nearest = f"--batch_size {max(1, round(rows / groups)) * groups * cfg.grad_accum}"
+        nearest += f", or --grad_accum {fewer[0]}" if fewer else ""
         raise UserError(
             f"batch_size {cfg.batch_size} / grad_accum {cfg.grad_accum} = {rows} rows do not divide over data {data}"
-            f" x fsdp {cfg.fsdp} = {groups} groups of devices; the nearest that do: --batch_size {nearest}"
+            f" x fsdp {cfg.fsdp} = {groups} groups of devices; the nearest that do: {nearest}"
         )
     for name, axis in ("n_head", "tensor"), ("n_hidden", "tensor"), ("n_embd", "fsdp"):
         size, parts = getattr(cfg, name), getattr(cfg, axis)
@@ -132,7 +133,15 @@ def make_mesh_and_shardings(cfg: Config, init_state: Callable[[], TrainState], d
 
     # Auto axes: the compiler chooses the layouts in between.  Named explicitly because JAX's default has changed.
     shape, names, auto = (data, cfg.fsdp, cfg.tensor), ("data", "fsdp", "tensor"), (AxisType.Auto,) * 3
-    mesh = jax.make_mesh(shape, names, axis_types=auto, devices=devices)
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices == 1:
+        mesh = jax.make_mesh(shape, names, axis_types=auto, devices=devices)
+    elif data % slices:
+        raise UserError(f"{slices} slices need as many groups of fsdp x tensor, or a multiple; there are {data}")
+    else:  # only `data` goes from slice to slice, over the slow network between them
+        inside, across = (data // slices, cfg.fsdp, cfg.tensor), (slices, 1, 1)
+        split = dict(allow_split_physical_axes=True)
+        mesh = Mesh(mesh_utils.create_hybrid_device_mesh(inside, across, devices, **split), names, axis_types=auto)
 
     def lay_out(path, x):
         """Matrices that read the residual stream are [C, out], those that write to it [in, C]: C is cut over fsdp, the
@@ -219,9 +228,8 @@ def make_init_state(cfg: Config, vocab_size: int) -> Callable[[], TrainState]:
 
     def init_state():
         _, params = nnx.split(GPT(cfg, vocab_size, nnx.Rngs(params=random_keys(cfg)[0])))
-        params = nnx.to_pure_dict(
-            params
-        )  # each step takes the state apart: C++ does it for dicts, Python for nnx.State
+        # Dicts, because each step takes the state apart: C++ does it for these, Python for nnx.State.
+        params = nnx.to_pure_dict(params)
         return TrainState(jnp.int32(0), params, make_optimizer(cfg).init(params), jnp.zeros(2))
 
     return init_state
