@@ -13,6 +13,7 @@ pytrees, and donation.
 import math
 import os
 import signal
+import sys
 from collections.abc import Callable
 from functools import partial
 from glob import glob
@@ -90,8 +91,8 @@ def make_mesh_and_shardings(cfg: Config, init_state: Callable[[], TrainState], d
             try:
                 with deadline(300, "the processes of this job did not all meet within {} s: is one missing?"):
                     jax.distributed.initialize(initialization_timeout=3600)
-            except (ValueError, OSError):
-                pass  # nothing there that knows of other hosts
+            except (ValueError, OSError) as e:
+                print(f"NOTE      no word of other hosts ({e}): this one goes on alone", file=sys.stderr)
 
     def find_devices() -> list:
         if "JAX_NUM_CPU_DEVICES" not in os.environ and jax.__version_info__ >= (0, 12):  # 0.10.2 was seen to hang so

@@ -134,10 +134,16 @@ def test_second_ctrl_c_ends_at_once(flags, tmp_path):
     assert process.returncode == 130
 
 
-def pair(*flags, n=2, **env):
-    """Two processes (or n), two devices each, that train together: jax.distributed over loopback."""
-    address = dict(JAX_COORDINATOR_ADDRESS=f"localhost:{random.randrange(20_000, 30_000)}", JAX_NUM_PROCESSES=n)
-    return [script("train", *flags, JAX_PROCESS_ID=i, **address, **dict(JAX_NUM_CPU_DEVICES=2) | env) for i in range(n)]
+def pair(*flags, **env):
+    """Two processes, two devices each, that train together: jax.distributed over loopback."""
+    address = dict(JAX_COORDINATOR_ADDRESS=f"localhost:{random.randrange(20_000, 30_000)}", JAX_NUM_PROCESSES=2)
+    return [script("train", *flags, JAX_PROCESS_ID=i, **address, **dict(JAX_NUM_CPU_DEVICES=2) | env) for i in range(2)]
+
+
+def slurm(n, *flags, **env):
+    """n tasks of a Slurm job, two devices each, as srun would start them: JAX finds the others by these variables."""
+    job = dict(SLURM_JOB_ID=random.randrange(4096), SLURM_NTASKS=n, SLURM_STEP_NODELIST="localhost", SLURM_LOCALID=0)
+    return [script("train", *flags, **job, SLURM_PROCID=i, JAX_NUM_CPU_DEVICES=2, **env) for i in range(n)]
 
 
 def test_two_processes_stop_after_the_same_step(flags, tmp_path):
@@ -162,16 +168,22 @@ def test_two_processes_stop_after_the_same_step(flags, tmp_path):
 
 
 def test_four_processes_are_as_one(flags, tmp_path):
-    """On data 4 x fsdp 2 each makes a quarter of the batch, no row twice; the losses are those of one process with as
-    many devices."""
+    """Tasks of a Slurm job.  On data 4 x fsdp 2 each makes a quarter of the batch, no row twice; the losses are those
+    of one process with as many devices."""
     flags += ["--max_steps", 10, "--log_interval", 1, "--fsdp", 2, "--sample_tokens", 8, "--out_dir"]
-    ends = [finish(process) for process in pair(*flags, tmp_path / "four", n=4, SHOW_ROWS=1)]
+    ends = [finish(process) for process in slurm(4, *flags, tmp_path / "four", SHOW_ROWS=1)]
     assert [code for code, _, _ in ends] == [0] * 4, ends
     rows = [[int(row) for row in re.search(r"^rows (.*)$", err, re.M).group(1).split()] for _, _, err in ends]
     assert [len(mine) for mine in rows] == [4] * 4 and sorted(sum(rows, [])) == list(range(16))
     assert train(*flags, tmp_path / "one", JAX_NUM_CPU_DEVICES=8)[0] == 0
     for a, b in zip(metrics(tmp_path / "four"), metrics(tmp_path / "one"), strict=True):
         assert a.keys() == b.keys() and a == pytest.approx(b, rel=1e-4)
+
+
+def test_a_task_that_slurm_says_little_about_trains_alone(flags, tmp_path):
+    """As in a shell within an allocation; it says so."""
+    code, out, err = train(*flags, "--max_steps", 2, "--out_dir", tmp_path / "run", SLURM_NTASKS=2)
+    assert code == 0 and "devices   1 x cpu" in out and err.startswith("NOTE      no word of other hosts (")
 
 
 @pytest.mark.parametrize("here", [0, 1])
