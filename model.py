@@ -92,6 +92,16 @@ def attend(q, k, v, positions):
     return jnp.einsum("bhts,bhsd->bhtd", weights, v)
 
 
+def attend_to_written(q, k, v, positions):
+    """The same, reading only the quarters of a cache that have anything in them: sampling waits for what is read."""
+
+    def first(n):
+        return lambda q, k, v: attend(q, k[:, :, :n], v[:, :, :n], positions)
+
+    S = k.shape[2]
+    return jax.lax.switch(positions[-1] * 4 // S, [first(-(-S * i // 4)) for i in (1, 2, 3, 4)], q, k, v)
+
+
 class Attention(nnx.Module):
     """`attend` in each of H heads, between projections.
 
@@ -123,14 +133,7 @@ class Attention(nnx.Module):
             y = jax.checkpoint(attend)(q, k, v, positions)
         else:
             k, v = (jax.lax.dynamic_update_slice(old, new, (0, 0, positions[0], 0)) for old, new in zip(cache, (k, v)))
-
-            # Reads as many quarters of the cache as have anything in them: at sampling, reading is what takes the time.
-            def attend_to_first(n):
-                return lambda q, k, v: attend(q, k[:, :, :n], v[:, :, :n], positions)
-
-            S = k.shape[2]
-            quarters = [attend_to_first(-(-S * i // 4)) for i in (1, 2, 3, 4)]
-            y = jax.lax.switch(positions[-1] * 4 // S, quarters, q, k, v)
+            y = attend_to_written(q, k, v, positions)
         return self.o_proj(y.swapaxes(1, 2).reshape(B, T, C)), (k, v)
 
 
@@ -169,9 +172,7 @@ class GPT(nnx.Module):
 
     def __init__(self, cfg: Config, vocab_size: int, rngs: nnx.Rngs, dtype: str = "float32", stream=lambda x: x):
         self.dtype, self.vocab_size = jnp.dtype(dtype), vocab_size
-        self.stream = (
-            stream  # called on the residual stream, x, between blocks; changes no number (see Hardware, train.py)
-        )
+        self.stream = stream  # called on x between blocks; changes no number (see Hardware in train.py)
         V = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         self.wte = nnx.Param(EMBED_STD * jax.random.normal(rngs.params(), (V, cfg.n_embd)))
         self.h = nnx.data([Block(cfg, rngs) for _ in range(cfg.n_layer)])
