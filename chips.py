@@ -22,7 +22,7 @@ class Chip(NamedTuple):
     spot: float | None = None
 
 
-CHIPS = {  # by what jax.Device.device_kind says
+CHIPS = {  # by the name that JAX has for them
     "TPU v2": Chip(23e12, 8, 358e9, per_chip=2),
     "TPU v3": Chip(61.5e12, 16, 450e9, per_chip=2),
     "TPU v4": Chip(275e12, 32, 1200e9, 45e9),
