@@ -87,7 +87,6 @@ PRESETS = {  # what differs from the defaults above
                    remat=1, fsdp=16, max_steps=25_000, learning_rate=4e-4, min_lr=4e-5, warmup_steps=500,
                    dataset="fineweb", tokenizer="gpt2", beta2=0.95, checkpoint_interval=500),
 }
-
 # fmt: on
 
 

@@ -9,7 +9,6 @@ it; times and prices are computed from them and from chips.py, and are predictio
 """
 
 import json
-import math
 import os
 import re
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from chips import CHIPS, PRICES
 from cli import parse, run
 from config import Config, UserError, knob
 from generate import PREFILL
+from hlo import read_program
 from model import abstract_model
 from report import duration, flops_per_token
 
@@ -35,10 +35,11 @@ TORUS = {
     "v5e": {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"},
 }
 TORUS["v6e"] = TORUS["v5e"]
+NAMES = ", ".join(f"{generation}-{size}" for generation in TORUS for size in TORUS[generation])
 VOCABULARY = {"char": 65, "byte": 256, "gpt2": 50_257}  # char: Tiny Shakespeare's
 ADVICE = "more --grad_accum or --remat 1 shrink the activations, --fsdp the parameters and their moments"
-# XLA may turn a product with gathered weights into a loop that computes while it sends.  Here it does not: what happens
-# in such a loop is not counted.  On a TPU the step may so be somewhat quicker than here.
+# XLA may turn a product with gathered weights into a loop that computes while it sends, and counts the FLOPs of a loop
+# once.  So it shall not here.  (In train.py it may, which needs more memory, and hides some of the sending.)
 COUNTABLE = dict(xla_jf_spmd_threshold_for_windowed_einsum_mib="1000000")
 
 
@@ -48,7 +49,7 @@ class DoesNotFit(UserError):
 
 @dataclass(frozen=True)
 class PlanConfig(Config):
-    tpu: str = knob("v5e-8", f"to compile for: {', '.join(f'{g}-{n}' for g in TORUS for n in TORUS[g])}")
+    tpu: str = knob("v5e-8", f"to compile for: {NAMES}")
 
 
 def find_topology(tpu: str) -> list:
@@ -56,15 +57,12 @@ def find_topology(tpu: str) -> list:
     generation, _, size = tpu.partition("-")
     torus = TORUS.get(generation, {}).get(int(size) if size.isdigit() else None)
     if torus is None:
-        raise UserError(f"--tpu {tpu}: choose from {', '.join(f'{g}-{n}' for g in TORUS for n in TORUS[g])}")
+        raise UserError(f"--tpu {tpu}: choose from {NAMES}")
     options = {}
     if generation == "v4":
         options["chip_config_name"] = "megacore"  # one device a chip, as on the real ones
-    if generation in ("v5e", "v6e") and int(size) <= 8:
-        options["chips_per_host_bounds"] = (
-            *map(int, torus.split("x")),
-            1,
-        )  # one host; larger ones have four chips each
+    if generation in ("v5e", "v6e") and int(size) <= 8:  # one host; larger ones have hosts of four chips
+        options["chips_per_host_bounds"] = *map(int, torus.split("x")), 1
     from jax.experimental import topologies
 
     try:
@@ -86,75 +84,6 @@ def compile_step(cfg: Config, devices: list):
         if not (why := re.search(r"(Ran|Out|ran|out) of memory.*", str(e))):
             raise
         raise DoesNotFit(f"DOES NOT FIT on {cfg.tpu} ({hw.description}): {why.group(0)}  {ADVICE}") from None
-
-
-# --- what the compiler made of it ------------------------------------------------------------------------------------
-
-BYTES = dict(f32=4, bf16=2, s32=4, u32=4, f16=2, s16=2, u16=2, s8=1, u8=1, pred=1)
-COLLECTIVES = "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"
-NO_TRAFFIC = "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "after-all", "opt-barrier"
-
-
-def array_sizes(shapes: str) -> list[tuple[int, bool]]:
-    """(bytes, in HBM?) of each array in e.g. `(f32[8,128]{1,0:T(8,128)S(1)}, s32[])`; S(1) and up are on the chip."""
-    found = re.findall(r"\b([a-z]+\d*)\[([\d,]*)\](\{[^}]*\})?", shapes)
-    return [
-        (BYTES[d] * math.prod(int(n) for n in dims.split(",") if n), "S(" not in at)
-        for d, dims, at in found
-        if d in BYTES
-    ]
-
-
-def read_program(text: str):
-    """(bytes to and from HBM, {collective: (count, bytes)}) of one device in one run of a compiled program.
-
-    text: the program as HLO, XLA's language, one line an instruction.  A loop counts as often as its condition says,
-    from zero in steps of one.  What a fusion does inside stays on the chip: only its operands and results move.  The
-    bytes of a collective are those of its whole array: what is gathered, what is added up.
-    """
-    computations, entry, collectives = {}, "", {}
-    for block in re.split(r"\n(?=\S)", text):
-        if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(", block):
-            line = r"\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][a-z\-]*)\((.*)"
-            found = [re.match(line, text) for text in block.split("\n")[1:]]
-            computations[head.group(2)] = [match.groups() for match in found if match]
-            entry = head.group(2) if head.group(1) else entry
-
-    def walk(name: str, times: int, fused: bool = False) -> int:
-        """Bytes to and from HBM; adds what is sent to `collectives`."""
-        results, traffic = {}, 0
-        for result, shapes, op, rest in computations[name]:
-            results[result] = shapes
-            sizes, kind = array_sizes(shapes), op.removesuffix("-start")
-            operands = re.findall(r"%([\w.\-]+)", rest.split("), ")[0])
-            read = [size for operand in operands for size in array_sizes(results.get(operand, ""))]
-            if kind in COLLECTIVES:
-                # The larger side; a gather that starts has the operand among its results.
-                moved = max(sum(size for size, _ in read), 0 if op != kind else sum(size for size, _ in sizes))
-                if op == "all-gather-start":
-                    moved = sizes[-1][0]
-                if name.startswith("all-reduce-scatter"):  # a TPU's way to say so
-                    kind = "reduce-scatter"
-                count, before = collectives.get(kind, (0, 0))
-                collectives[kind] = count + times, before + times * moved
-            if op == "while":
-                condition, body = (re.search(rf"{part}=%([\w.\-]+)", rest).group(1) for part in ("condition", "body"))
-                bounds = [rest for _, _, op, rest in computations[condition] if op == "constant"]
-                traffic += walk(body, times * int(bounds[0].split(")")[0]), fused)
-                continue
-            # What works in the background is three fusions with the same collective: begin, meanwhile, done.
-            called = re.search(r"calls=%([\w.\-]+)", rest)
-            if called and not called.group(1).startswith("async_collective") and "collective-done" not in result:
-                walk(called.group(1), times, fused=True)
-            if fused or op in NO_TRAFFIC or op.endswith("-done"):
-                continue
-            if op in ("copy-start", "slice-start"):  # from HBM to the chip or back
-                traffic += times * sizes[1][0]
-            else:
-                traffic += times * sum(size for size, in_hbm in sizes + read if in_hbm)
-        return traffic
-
-    return walk(entry, 1), collectives
 
 
 def plan(cfg: PlanConfig) -> dict:

@@ -9,8 +9,8 @@ from flax import nnx
 
 import train
 from data import get_batch, load_corpus
+from hlo import read_program
 from model import abstract_model
-from plan import read_program
 
 MESHES = [(1, 1), (8, 1), (4, 1), (4, 2), (1, 4)]  # fsdp, tensor; data takes what is left of eight
 F32 = 4

@@ -13,7 +13,8 @@ import train
 from chips import CHIPS, Chip, chip_of
 from cli import parse
 from config import UserError
-from plan import PlanConfig, find_topology, read_program
+from hlo import read_program
+from plan import PlanConfig, find_topology
 from report import flops_per_token
 
 SCALING = (Path(plan.__file__).parent / "scaling.md").read_text()
