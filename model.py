@@ -170,9 +170,8 @@ class Block(nnx.Module):
 class GPT(nnx.Module):
     """Token ids [B, T] -> logits [B, T, V]: for each position, how likely each token is to come next."""
 
-    def __init__(self, cfg: Config, vocab_size: int, rngs: nnx.Rngs, dtype: str = "float32", stream=lambda x: x):
+    def __init__(self, cfg: Config, vocab_size: int, rngs: nnx.Rngs, dtype: str = "float32"):
         self.dtype, self.vocab_size = jnp.dtype(dtype), vocab_size
-        self.stream = stream  # called on x between blocks; changes no number (see Hardware in train.py)
         V = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         self.wte = nnx.Param(EMBED_STD * jax.random.normal(rngs.params(), (V, cfg.n_embd)))
         self.h = nnx.data([Block(cfg, rngs) for _ in range(cfg.n_layer)])
@@ -190,13 +189,12 @@ class GPT(nnx.Module):
         B, T = tokens.shape
         positions = start + jnp.arange(T)
         x = self.wte[...][tokens].astype(self.dtype)  # [B, T, C]
-        x = self.stream(self.drop(x, deterministic=rngs is None, rngs=rngs))
+        x = self.drop(x, deterministic=rngs is None, rngs=rngs)
         # Rematerialisation: of a block only its input is kept; the backward pass computes the rest of it a second time.
         apply = nnx.remat(Block.__call__) if self.remat else Block.__call__
         new_caches = []
         for block, cache in zip(self.h, caches or [None] * len(self.h)):
             x, cache = apply(block, x, positions, cache, rngs)
-            x = self.stream(x)
             new_caches.append(cache)
         # The embedding is also the output head (tied: Press & Wolf 2016, arXiv:1608.05859): one array, used twice.
         rows, wte = self.norm(x).reshape(B * T, -1), self.wte[...].astype(self.dtype)
@@ -205,6 +203,6 @@ class GPT(nnx.Module):
         return logits.reshape(B, T, -1), new_caches
 
 
-def abstract_model(cfg: Config, vocab_size: int, *more) -> GPT:
+def abstract_model(cfg: Config, vocab_size: int, dtype: str = "float32") -> GPT:
     """The model with shapes in place of arrays: costs no memory, and `nnx.merge` puts real arrays in their places."""
-    return nnx.eval_shape(lambda: GPT(cfg, vocab_size, nnx.Rngs(0), *more))
+    return nnx.eval_shape(lambda: GPT(cfg, vocab_size, nnx.Rngs(0), dtype))

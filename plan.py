@@ -75,7 +75,7 @@ def compile_step(cfg: Config, devices: list):
     """(Hardware, the compiled train step), or UserError if its memory does not suffice."""
     vocab_size = VOCABULARY[cfg.tokenizer]
     hw = train.make_mesh_and_shardings(cfg, train.make_init_state(cfg, vocab_size), devices)
-    graph, _ = nnx.split(abstract_model(cfg, vocab_size, hw.dtype, hw.stream))
+    graph, _ = nnx.split(abstract_model(cfg, vocab_size, hw.dtype))
     batch = jax.ShapeDtypeStruct((cfg.batch_size, cfg.block_size + 1), np.int32, sharding=hw.batch)
     step = jax.ShapeDtypeStruct((), np.int32)
     try:

@@ -42,7 +42,6 @@ class Hardware(NamedTuple):
     state: TrainState  # of ShapeDtypeStruct: shape, type and layout of every array of the train state
     layout: TrainState  # the layouts alone
     batch: Any  # the layout of a batch [B, T + 1]
-    stream: Callable[[jax.Array], jax.Array]  # holds activations [B, T, C] to the layout of the batch; see GPT.stream
     cache: Any  # the layout of the keys or values [B, H, S, D] that sampling keeps
     rows: Callable[[int], np.ndarray]  # of a batch of B rows, the numbers of those that this process makes
     place: Callable[[np.ndarray], jax.Array]  # its rows of a batch -> the batch
@@ -146,8 +145,8 @@ def make_mesh_and_shardings(cfg: Config, init_state: Callable[[], TrainState], d
 
     def lay_out(path, x):
         """Matrices that read the residual stream are [C, out], those that write to it [in, C]: C is cut over fsdp, the
-        other side over tensor.  The embedding [V, C] is cut over both by V: cut by C, what is looked up would have to
-        change its layout.  AdamW's moments have their parameter's path, and so its layout."""
+        other side over tensor.  The embedding [V, C] is cut over both by V: if by C, what is looked up were cut so too,
+        and with it every activation after it.  AdamW's moments have their parameter's path, and so its layout."""
         name = jax.tree_util.keystr(path)
         if any(f"'{m}_proj'" in name for m in ("q", "k", "v", "gate", "up")):
             spec = P("fsdp", "tensor")
@@ -179,7 +178,6 @@ def make_mesh_and_shardings(cfg: Config, init_state: Callable[[], TrainState], d
         state=state,
         layout=jax.tree.map(lambda x: x.sharding, state),
         batch=batch,
-        stream=partial(jax.lax.with_sharding_constraint, shardings=batch),
         cache=NamedSharding(mesh, P(None, "tensor")),
         rows=rows_here,
         place=partial(jax.make_array_from_process_local_data, batch),
@@ -324,7 +322,7 @@ def train(cfg: Config, fresh: bool = False, profile: bool = False) -> int:
     vocab_size = corpus.tokenizer.vocab_size
     init_state = make_init_state(cfg, vocab_size)
     hw = make_mesh_and_shardings(cfg, init_state)
-    graph, _ = nnx.split(abstract_model(cfg, vocab_size, hw.dtype, hw.stream))
+    graph, _ = nnx.split(abstract_model(cfg, vocab_size, hw.dtype))
     train_step, eval_step = make_train_step(cfg, graph, hw), make_eval_step(graph)
     n_params = count_parameters(hw.state.params, vocab_size)
     meta = checkpoint.make_meta(cfg, corpus)

@@ -26,7 +26,7 @@ def set_up(cfg, devices=None):
     """(vocabulary, hardware, abstract model) as train() makes them."""
     V = load_corpus(cfg).tokenizer.vocab_size
     hw = train.make_mesh_and_shardings(cfg, train.make_init_state(cfg, V), devices)
-    return V, hw, nnx.split(abstract_model(cfg, V, hw.dtype, hw.stream))[0]
+    return V, hw, nnx.split(abstract_model(cfg, V, hw.dtype))[0]
 
 
 def run(cfg, devices=None, n=20):

@@ -29,7 +29,7 @@ def setup(cfg):
     corpus = load_corpus(cfg)
     init = train.make_init_state(cfg, corpus.tokenizer.vocab_size)
     hw = train.make_mesh_and_shardings(cfg, init)
-    graph, _ = nnx.split(abstract_model(cfg, corpus.tokenizer.vocab_size, hw.dtype, hw.stream))
+    graph, _ = nnx.split(abstract_model(cfg, corpus.tokenizer.vocab_size, hw.dtype))
     return corpus, hw, jax.jit(init, out_shardings=hw.layout)(), train.make_train_step(cfg, graph, hw)
 
 
@@ -213,6 +213,7 @@ def test_padding_of_the_vocabulary_has_no_part_in_training(cfg):
     [
         (dict(batch_size=12), "12 rows .* 8 groups .* --batch_size 16"),
         (dict(batch_size=20), "--batch_size 16"),
+        (dict(batch_size=4, fsdp=4), "4 rows .* data 2 x fsdp 4 = 8 groups"),
         (dict(batch_size=16, grad_accum=4), "--batch_size 32, or --grad_accum 2"),
         (dict(fsdp=3), "8 devices .* --fsdp 3"),
         (dict(tensor=4), "n_head 2 .* --tensor 4"),
