@@ -97,7 +97,7 @@ def is_pipe_or_file(stream) -> bool:
 
 def typed(text: str) -> str:
     """Where a line break cannot be typed, \\n is one."""
-    return text.rstrip("\r\n").replace("\\n", "\n") or "\n"
+    return text.replace("\\n", "\n")
 
 
 def tell(model: GPT, cfg: Config, tokenizer, prompt: str, how: SampleConfig, layout=None) -> None:
@@ -144,7 +144,7 @@ def main(argv):
     for n, line in enumerate(sys.stdin or ()):
         try:  # another seed each time, so that the same prompt may be asked again
             again = replace(how, seed=(how.seed + n) % 2**32)
-            tell(model, cfg, tokenizer, typed(line), again, layout)
+            tell(model, cfg, tokenizer, typed(line.rstrip("\r\n")) or "\n", again, layout)
         except UserError as e:
             print(f"error: {e}", file=sys.stderr)
 

@@ -270,6 +270,7 @@ def test_prompt_from_a_pipe(trained, capsys, monkeypatch):
         ("ROMEO:\n", [], "ROMEO:\n"),
         ("ROMEO:\r\n", [], "ROMEO:\n"),
         ("ROMEO:\n", ["--prompt", r"it\nis"], "it\nis"),
+        ("", ["--prompt", "it\n"], "it\n"),
         ("", [], "\n"),
     ):
         typed(monkeypatch, piped)
