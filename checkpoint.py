@@ -25,8 +25,9 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from config import Config, UserError
-from data import Corpus
+from corpus import Corpus
 from storage import hold, move_aside, remove_whole, run_path
+from tokenizer import make_tokenizer
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax reports every save there, in several lines,
 logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # and what it could not read, in pages
@@ -232,22 +233,23 @@ def make_meta(cfg: Config, corpus: Corpus) -> dict:
     )
 
 
-def resume_point(cfg: Config, corpus: Corpus) -> tuple[list[str], int]:
-    """(the knobs that have changed, in words; completed updates) for the run in cfg.out_dir, or ([], 0).
+def resume_point(cfg: Config, fingerprint: str) -> tuple[int, Any, list[str]]:
+    """(completed updates, tokenizer, the knobs that have changed, in words) of the run in cfg.out_dir; (0, None, []) if
+    there is none.
 
     UserError if what lies there was made with another architecture, tokenizer or corpus.
     """
     found = whole(cfg.out_dir)
     if not found:
-        return [], 0
+        return 0, None, []
     (path, meta), now, changed = found[0], dataclasses.asdict(cfg), []
     for f in dataclasses.fields(cfg):
         if (old := meta["config"].get(f.name, now[f.name])) != now[f.name]:
             if f.metadata["fixed"]:
                 raise UserError(f"{cfg.out_dir} was trained with {f.name} {old}, not {now[f.name]}: {ANOTHER_RUN}")
             changed.append(f"changed   {f.name} {old} -> {now[f.name]}")
-    if meta["fingerprint"] != corpus.fingerprint:
+    if meta["fingerprint"] != fingerprint:
         old = f"{meta['config']['dataset']} (sha256 {meta['fingerprint'][:12]}...)"
-        new = f"{cfg.dataset} (sha256 {corpus.fingerprint[:12]}...)"
+        new = f"{cfg.dataset} (sha256 {fingerprint[:12]}...)"
         raise UserError(f"{cfg.out_dir} was trained on {old}, not on {new}: {ANOTHER_RUN}")
-    return changed, int(path.name)
+    return int(path.name), make_tokenizer(**meta["tokenizer"]), changed

@@ -22,9 +22,10 @@ class Config:
     """One training run.  The defaults are the preset `tiny`: minutes on one free TPU."""
     preset: str = knob("tiny", "the line of PRESETS to start from")
     # data
-    dataset: str = knob("shakespeare", "shakespeare, or the path of any UTF-8 text file")
-    tokenizer: str = knob("char", "char: the corpus's own characters; byte: the 256 bytes of UTF-8", fixed=True)
-    data_dir: str = knob("datasets", "where downloaded corpora are kept")
+    dataset: str = knob("shakespeare", "shakespeare, fineweb, or the path of any UTF-8 text file")
+    tokenizer: str = knob("char", "char, byte, bpe (learned from the corpus) or gpt2: see tokenizer.py", fixed=True)
+    vocab_size: int = knob(1024, "symbols that bpe learns, the 256 bytes among them", 256, 2**20, fixed=True)
+    data_dir: str = knob("datasets", "where downloads and tokenised texts are kept")
     # model
     n_layer: int = knob(6, "transformer blocks", 1, fixed=True)
     n_head: int = knob(6, "attention heads; must divide n_embd", 1, fixed=True)
@@ -50,6 +51,7 @@ class Config:
     tensor: int = knob(1, "devices over which heads and MLP width are split", 1)
     # the run
     out_dir: str = knob("", "where the run lives; empty means out/<preset>")
+    init_from: str = knob("", "start from the weights and tokenizer of this run's or export.py's folder")
     seed: int = knob(1337, "of initial weights, batches and dropout", 0, 2**32)
     log_interval: int = knob(10, "steps between log lines", 1)
     eval_interval: int = knob(250, "steps between evaluations, each with a sample of text", 1)
@@ -65,8 +67,9 @@ class Config:
                 raise UserError(f"{whole} {a} is not divisible by {part} {b}; {whole} {a - a % b + b} would be")
         if self.min_lr > self.learning_rate:
             raise UserError(f"min_lr {self.min_lr} is above learning_rate {self.learning_rate}: the cosine would rise")
-        if self.dtype not in (dtypes := ("auto", "float32", "bfloat16")):
-            raise UserError(f"--dtype {self.dtype}: choose from {', '.join(dtypes)}")
+        for name, names in ("dtype", "auto float32 bfloat16"), ("tokenizer", "char byte bpe gpt2"):
+            if getattr(self, name) not in names.split():
+                raise UserError(f"--{name} {getattr(self, name)}: choose from {names.replace(' ', ', ')}")
         if self.n_embd // self.n_head % 2:
             raise UserError(f"n_embd {self.n_embd} / n_head {self.n_head}: rotary embedding needs an even head width")
 
@@ -77,15 +80,15 @@ class Config:
         return multiple * max(1, round(8 * self.n_embd / 3 / multiple))
 
 
+FINEWEB = dict(dataset="fineweb", tokenizer="gpt2", batch_size=512, grad_accum=16, dropout=0.0, beta2=0.95)
 PRESETS = {  # what differs from the defaults above
     "nano": dict(n_layer=6, n_head=2, n_embd=64, block_size=128, dropout=0.0, batch_size=8, max_steps=4_000,
                  learning_rate=6e-3, min_lr=0.0, log_interval=100, eval_interval=1_000, checkpoint_interval=1_000),
     "tiny": dict(),
-    "small": dict(n_layer=12, n_head=6, n_embd=768, block_size=1024, dropout=0.0, batch_size=512, grad_accum=16,
-                  dataset="fineweb", tokenizer="gpt2", warmup_steps=250, beta2=0.95, checkpoint_interval=500),
-    "scaled": dict(n_layer=24, n_head=16, n_embd=2048, block_size=2048, dropout=0.0, batch_size=512, grad_accum=16,
-                   remat=1, fsdp=16, max_steps=25_000, learning_rate=4e-4, min_lr=4e-5, warmup_steps=500,
-                   dataset="fineweb", tokenizer="gpt2", beta2=0.95, checkpoint_interval=500),
+    "small": FINEWEB | dict(n_layer=12, n_head=6, n_embd=768, block_size=1024, warmup_steps=250,
+                            checkpoint_interval=500),
+    "scaled": FINEWEB | dict(n_layer=24, n_head=16, n_embd=2048, block_size=2048, warmup_steps=500, max_steps=25_000,
+                             learning_rate=4e-4, min_lr=4e-5, remat=1, fsdp=16, checkpoint_interval=500),
 }
 # fmt: on
 
@@ -94,7 +97,5 @@ def check_ranges(cfg) -> None:
     """Every number inside the range that its knob states, or UserError."""
     for f in fields(cfg):
         value, low, high = getattr(cfg, f.name), f.metadata["at_least"], f.metadata["below"]
-        if low is not None and not (math.isfinite(value) and value >= low):
-            raise UserError(f"--{f.name} {value}: must be {low} or more")
-        if high is not None and not value < high:
-            raise UserError(f"--{f.name} {value}: must be less than {high}")
+        if low is not None and not (math.isfinite(value) and low <= value < (high or math.inf)):
+            raise UserError(f"--{f.name} {value}: must be {low} or more" + f" and less than {high}" * bool(high))

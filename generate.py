@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from config import Config, UserError, check_ranges, knob
-from data import Corpus
+from corpus import Corpus
 from model import GPT, abstract_model
 
 PREFILL, DECODE = 64, 16
@@ -141,7 +141,8 @@ def generate(model: GPT, cfg: Config, prompt: np.ndarray, how: SampleConfig, lay
 def sample_text(params, cfg: Config, corpus: Corpus, layout) -> str:
     """What train.py shows at an evaluation: a line break, or else the corpus's first token, continued in float32."""
     tokenizer = corpus.tokenizer
-    prompt = tokenizer.encode("\n") if tokenizer.kind == "byte" or "\n" in tokenizer.symbols else corpus.train[:1]
+    breaks = tokenizer.kind != "char" or "\n" in tokenizer.symbols
+    prompt = tokenizer.encode("\n") if breaks else np.asarray(corpus.train[0])[:1]
     graph, _ = nnx.split(abstract_model(cfg, tokenizer.vocab_size))
     how = SampleConfig(max_new_tokens=cfg.sample_tokens, seed=cfg.seed)
     return tokenizer.decode([i for new in generate(nnx.merge(graph, params), cfg, prompt, how, layout) for i in new[0]])

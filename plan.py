@@ -36,7 +36,6 @@ TORUS = {
 }
 TORUS["v6e"] = TORUS["v5e"]
 NAMES = ", ".join(f"{generation}-{size}" for generation in TORUS for size in TORUS[generation])
-VOCABULARY = {"char": 65, "byte": 256, "gpt2": 50_257}  # char: Tiny Shakespeare's
 ADVICE = "more --grad_accum or --remat 1 shrink the activations, --fsdp the parameters and their moments"
 # XLA may turn a product with gathered weights into a loop that computes while it sends, and counts the FLOPs of a loop
 # once.  So it shall not here.  (In train.py it may, which needs more memory, and hides some of the sending.)
@@ -71,9 +70,13 @@ def find_topology(tpu: str) -> list:
         raise UserError(f'no TPU compiler: pip install "jax[tpu]", on Linux ({str(e).splitlines()[0][:80]})') from None
 
 
+def vocabulary(cfg: Config) -> int:
+    return {"char": 65, "byte": 256, "bpe": cfg.vocab_size, "gpt2": 50_257}[cfg.tokenizer]  # char: Tiny Shakespeare's
+
+
 def compile_step(cfg: Config, devices: list):
     """(Hardware, the compiled train step), or UserError if its memory does not suffice."""
-    vocab_size = VOCABULARY[cfg.tokenizer]
+    vocab_size = vocabulary(cfg)
     hw = train.make_mesh_and_shardings(cfg, train.make_init_state(cfg, vocab_size), devices)
     graph, _ = nnx.split(abstract_model(cfg, vocab_size, hw.dtype))
     batch = jax.ShapeDtypeStruct((cfg.batch_size, cfg.block_size + 1), np.int32, sharding=hw.batch)
@@ -93,7 +96,7 @@ def plan(cfg: PlanConfig) -> dict:
     chip, n, tokens = CHIPS[devices[0].device_kind], len(devices), cfg.batch_size * cfg.block_size
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
     traffic, collectives = read_program(compiled.as_text())
-    n_params = train.count_parameters(hw.state.params, VOCABULARY[cfg.tokenizer])
+    n_params = train.count_parameters(hw.state.params, vocabulary(cfg))
     flops = cost["flops"] * cfg.grad_accum  # the compiler counts a loop's body once
     # Around a ring of devices, both ways: an all-reduce sends (almost) everything twice, the others once.
     sent = sum(size * (2 if kind == "all-reduce" else 1) for kind, (_, size) in collectives.items())

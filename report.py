@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 import checkpoint
 from config import Config
-from data import Corpus
+from corpus import Corpus
 from storage import run_path, write_whole
 
 RULE = "-" * 60
@@ -48,14 +48,15 @@ def hours_on_this_cpu(flops: float) -> float:
 def banner(cfg: Config, hw, corpus: Corpus, n_params: int, start: int) -> str:
     """Everything that is asked first about a log."""
     tokens, V = cfg.batch_size * cfg.block_size, corpus.tokenizer.vocab_size
+    steps = corpus.train_tokens / tokens
     lines = [
         f"devices   {hw.description}; jax {jax.__version__}",
         f"model     {cfg.n_layer} layers, {cfg.n_embd} wide, {cfg.n_head} heads, context {cfg.block_size}:"
         f" {n_params:,} parameters",
-        f"corpus    {corpus.name}: {len(corpus.train):,} tokens to train on, {len(corpus.val):,} to validate on;"
+        f"corpus    {corpus.name}: {corpus.train_tokens:,} tokens to train on, {len(corpus.val):,} to validate on;"
         f" {V} symbols ({corpus.tokenizer.kind})",
         f"step      {cfg.batch_size} x {cfg.block_size} = {tokens:,} tokens; an epoch is"
-        f" {len(corpus.train) / tokens:,.1f} steps, the run {cfg.max_steps * tokens / len(corpus.train):,.1f} epochs",
+        f" {steps:,.1f} steps, the run {cfg.max_steps / steps:,.1f} epochs",
         f"run       {cfg.out_dir}, {f'going on after step {start:,} of' if start else 'new,'} {cfg.max_steps:,} steps",
         f"loss      should start near ln {V} = {math.log(V):.2f}, where every symbol is as likely as any other",
     ]
@@ -146,8 +147,8 @@ class Screen:
         self.restart_clock()
         return dict(step=step, loss=now["loss"], lr=now["lr"], tokens_per_second=rate, grad_norm=now["grad_norm"])
 
-    def evaluation(self, step: int, val_loss: float, text: str) -> None:
-        self.write(f"step {step} | val_loss {val_loss:.4f}\n{RULE}\n{text}\n{RULE}")
+    def evaluation(self, step: int, val_loss: float, bits: float, text: str) -> None:
+        self.write(f"step {step} | val_loss {val_loss:.4f} | {bits:.4f} bits per byte\n{RULE}\n{text}\n{RULE}")
 
 
 def finished(cfg: Config, step: int) -> str:

@@ -23,10 +23,10 @@ from flax import nnx
 import checkpoint
 from cli import parse, run
 from config import PRESETS, Config, UserError
-from data import make_tokenizer
 from generate import SampleConfig, generate
 from model import GPT, abstract_model
 from storage import run_path
+from tokenizer import make_tokenizer
 
 
 def load_model(out_dir: str, which: str, tensor: int = 1):

@@ -5,6 +5,9 @@ then rename, which a file system does at one stroke.
 """
 
 import os
+import sys
+from contextlib import contextmanager
+from pathlib import Path
 
 from etils import epath
 
@@ -59,3 +62,24 @@ def hold(path: epath.Path) -> int:
     except OSError:
         pass  # a file system without locks
     return descriptor
+
+
+@contextmanager
+def locked(folder: Path):
+    """Only one process, or thread, is within for a folder, which is made if need be; others wait for it to come out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for what is being written into {folder}", file=sys.stderr)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(descriptor)

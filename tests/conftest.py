@@ -5,6 +5,7 @@ python -m pytest -m long    120 times kill -9: another ten
 """
 
 import atexit
+import json
 import os
 import random
 import shutil
@@ -51,7 +52,20 @@ def cfg(text_file, tmp_path):
     small = dict(n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=16, dropout=0.1)
     run = dict(max_steps=20, warmup_steps=5, log_interval=5, eval_interval=10, checkpoint_interval=10, sample_tokens=8)
     rates = dict(learning_rate=1e-2, min_lr=1e-3)
-    return Config(dataset=str(text_file), out_dir=str(tmp_path / "run"), **small, **run, **rates)
+    return Config(
+        dataset=str(text_file), data_dir=str(text_file.parent), out_dir=str(tmp_path / "run"), **small, **run, **rates
+    )
+
+
+@pytest.fixture(scope="session")
+def gpt2_files():
+    """Files of the form and the size of GPT-2's vocabulary, which merge nothing but `th` and ` th`."""
+    letters = {chr(b) if 33 <= b < 127 or 161 <= b < 173 or b >= 174 else None for b in range(256)} - {None}
+    letters |= {chr(256 + n) for n in range(256 - len(letters))}
+    symbols = [*sorted(letters), "th", "\u0120th"]
+    symbols += [f"never{i}" for i in range(50_256 - len(symbols))] + ["<|endoftext|>"]
+    encoder = json.dumps({symbol: i for i, symbol in enumerate(symbols)})
+    return {"encoder.json": encoder.encode(), "vocab.bpe": "#version: 0.2\nt h\n\u0120 th\n".encode()}
 
 
 @pytest.fixture

@@ -1,9 +1,12 @@
 """The scripts of this repository as a user runs them, in processes of their own, and ways to make them fail."""
 
+import atexit
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -15,7 +18,10 @@ import orbax.checkpoint as ocp
 import checkpoint
 
 ROOT = Path(checkpoint.__file__).parent
+DATA_DIR = tempfile.mkdtemp(prefix="datasets-")
+atexit.register(shutil.rmtree, DATA_DIR, ignore_errors=True)
 SMALL = "--n_layer 1 --n_head 2 --n_embd 32 --block_size 16 --batch_size 16 --sample_tokens 0 --log_interval 10".split()
+SMALL += ["--data_dir", DATA_DIR]
 
 # Runs a script with parts of it slowed down or interrupted, as the environment says; else it is the script itself.
 DRIVER = """

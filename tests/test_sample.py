@@ -17,10 +17,10 @@ import sample
 import train
 from cli import parse
 from config import Config, UserError
-from data import make_tokenizer
 from generate import PREFILL, SampleConfig, choose, decode, empty_caches, generate, prefill
 from model import GPT
 from sample import load_model
+from tokenizer import make_tokenizer
 
 V = 20
 

@@ -17,7 +17,8 @@ from flax import nnx
 import checkpoint
 import train
 from config import Config, UserError
-from data import get_batch, load_corpus
+from corpus import load_corpus
+from data import get_batch
 from model import abstract_model
 from report import flops_per_token
 
@@ -256,7 +257,7 @@ def test_evaluation_is_the_mean_over_the_whole_split(cfg):
     corpus, hw, state, _ = setup(cfg)
     graph, _ = nnx.split(abstract_model(cfg, corpus.tokenizer.vocab_size))
     eval_step = train.make_eval_step(graph)
-    val = corpus.val[: 16 * 5 + 7]
+    val = np.asarray(corpus.val)[: 16 * 5 + 7]
     total, T = 0.0, cfg.block_size
     for start in range(0, len(val) - 1, T):
         window = val[start : start + T + 1].astype(np.int32)[None]
