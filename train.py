@@ -26,12 +26,14 @@ import optax
 from flax import nnx
 
 import checkpoint
+import export
 import report
 from checkpoint import Checkpoints, TrainState
 from chips import chip_of
 from cli import deadline, noted_signals, parse, run
 from config import Config, UserError
-from data import eval_batches, get_batch, load_corpus
+from corpus import count_predicted, find_corpus, load_corpus
+from data import eval_batches, get_batch
 from generate import sample_text
 from model import GPT, abstract_model
 
@@ -318,7 +320,12 @@ def evaluate(eval_step, params, tokens: np.ndarray, cfg: Config, hw: Hardware, c
 
 def train(cfg: Config, fresh: bool = False, profile: bool = False) -> int:
     """Train until max_steps or a signal.  Returns the exit code: 0, 1 diverged, 130 after Ctrl-C, 143 after SIGTERM."""
-    corpus = load_corpus(cfg)
+    found, tokenizer, weights = find_corpus(cfg), None, None
+    if not fresh:
+        _, tokenizer, _ = checkpoint.resume_point(cfg, found.fingerprint)
+    if tokenizer is None and cfg.init_from:
+        weights, tokenizer = export.read_weights(cfg)
+    corpus = load_corpus(cfg, tokenizer, found)
     vocab_size = corpus.tokenizer.vocab_size
     init_state = make_init_state(cfg, vocab_size)
     hw = make_mesh_and_shardings(cfg, init_state)
@@ -332,7 +339,7 @@ def train(cfg: Config, fresh: bool = False, profile: bool = False) -> int:
         Checkpoints(cfg.out_dir, fresh, hw.primary, hw.gather) as checkpoints,
         report.Screen(cfg, profile, hw.primary) as screen,
     ):
-        changed, start = checkpoint.resume_point(cfg, corpus)
+        start, _, changed = checkpoint.resume_point(cfg, corpus.fingerprint)
         if start > cfg.max_steps or (start == cfg.max_steps and report.evaluated(cfg, start)):
             screen.write(report.finished(cfg, start))
             return 0
@@ -341,6 +348,10 @@ def train(cfg: Config, fresh: bool = False, profile: bool = False) -> int:
         screen.begin(start, report.banner(cfg, hw, corpus, n_params, start), *changed, "compiling...")
         if state is None:  # born where it shall live: compiled with its layout, it never exists whole on any one device
             state = jax.jit(init_state, out_shardings=hw.layout)()
+            if weights is not None:
+                lay_down = lambda x, like: jax.make_array_from_callback(x.shape, like.sharding, lambda at: x[at])
+                state = state._replace(params=jax.tree.map(lay_down, weights, hw.state.params))
+        predicted, text_bytes = count_predicted(corpus, cfg)
         metrics, device_metrics, rows = report.Metrics(cfg, start, hw.primary), {}, hw.rows(cfg.batch_size)
         for step in range(start, cfg.max_steps + 1):  # `step` updates are done
             final, stop = step == cfg.max_steps, bool(caught) or hw.preempted(step)
@@ -362,10 +373,12 @@ def train(cfg: Config, fresh: bool = False, profile: bool = False) -> int:
                 if val_loss is None:  # a signal came; the evaluation is made when the run goes on
                     stop, save = True, step > start
                 else:
-                    metrics.add(dict(step=step, val_loss=val_loss))
+                    bits = val_loss * predicted / (text_bytes * math.log(2))
+                    metrics.add(dict(step=step, val_loss=val_loss, bits_per_byte=bits))
                     metrics.plot()
                     sane = math.isfinite(val_loss)
-                    screen.evaluation(step, val_loss, sample_text(state.params, cfg, corpus, hw.cache) if sane else "")
+                    text = sample_text(state.params, cfg, corpus, hw.cache) if sane else ""
+                    screen.evaluation(step, val_loss, bits, text)
                     if step and sane:
                         checkpoints.save(state, meta, val_loss)
             if save:
@@ -374,7 +387,12 @@ def train(cfg: Config, fresh: bool = False, profile: bool = False) -> int:
                 break
             if evaluate_now or save:
                 screen.restart_clock()
-            batch = hw.place(get_batch(corpus.train, cfg, step, rows))
+            try:
+                batch = hw.place(get_batch(corpus.train, cfg, step, rows))
+            except UserError:  # a shard that cannot be fetched
+                if step > start and not hw.several:
+                    checkpoints.save(state, meta)
+                raise
             # Returns at once: the device works on, and Python prepares the next batch.
             state, device_metrics = train_step(state, batch, np.int32(step))
             screen.stepped(state)

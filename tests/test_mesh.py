@@ -8,7 +8,8 @@ import pytest
 from flax import nnx
 
 import train
-from data import get_batch, load_corpus
+from corpus import load_corpus
+from data import get_batch
 from hlo import read_program
 from model import abstract_model
 
@@ -43,13 +44,13 @@ def run(cfg, devices=None, n=20):
 
 @pytest.fixture(scope="module")
 def on_one_device():
-    """The losses on one device, computed once."""
+    """The losses on one device, computed once for each rate of dropout."""
     known = {}
 
     def losses(cfg):
-        if "losses" not in known:
-            known["losses"] = run(cfg, devices=1)[0]
-        return known["losses"]
+        if cfg.dropout not in known:
+            known[cfg.dropout] = run(cfg, devices=1)[0]
+        return known[cfg.dropout]
 
     return losses
 
@@ -88,11 +89,31 @@ def test_state_is_born_in_pieces(cfg, fsdp, tensor):
     assert memory.output_size_in_bytes + memory.temp_size_in_bytes < 0.3 * whole
 
 
-@pytest.mark.parametrize("fsdp, tensor", [(1, 1), (2, 2)])
-def test_micro_batches_are_the_batch_on_a_mesh_too(cfg, fsdp, tensor):
-    """Without dropout, which draws anew in each, two micro-batches make the same updates as one batch."""
-    cfg = replace(cfg, fsdp=fsdp, tensor=tensor, dropout=0.0)
-    np.testing.assert_allclose(run(replace(cfg, grad_accum=2), n=5)[0], run(cfg, n=5)[0], rtol=1e-5)
+@pytest.mark.parametrize("fsdp, tensor", MESHES)
+def test_micro_batches_are_the_batch_on_every_mesh(cfg, fsdp, tensor, on_one_device):
+    """Without dropout, which draws anew in each, two micro-batches make the same updates as one batch on one device."""
+    expected = on_one_device(replace(cfg, dropout=0.0))[:5]
+    losses = run(replace(cfg, dropout=0.0, grad_accum=2, fsdp=fsdp, tensor=tensor), n=5)[0]
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+def temporaries(cfg, devices=None):
+    """Bytes that the compiled step needs on a device beside the state."""
+    _, hw, graph = set_up(cfg, devices)
+    batch = jax.ShapeDtypeStruct((cfg.batch_size, cfg.block_size + 1), np.int32, sharding=hw.batch)
+    step = train.make_train_step(cfg, graph, hw).lower(hw.state, batch, jax.ShapeDtypeStruct((), np.int32))
+    return step.compile().memory_analysis().temp_size_in_bytes
+
+
+def test_micro_batches_need_less_memory(cfg):
+    """What a step of eight needs is what one of them needs alone, the batch, and gradients three times: the sum, what
+    is added to it, and the mean."""
+    cfg = replace(cfg, batch_size=256, fsdp=4, tensor=2)
+    whole, eighth = temporaries(cfg), temporaries(replace(cfg, grad_accum=8))
+    alone = temporaries(replace(cfg, batch_size=32))
+    gradients = sum(sizes(cfg)[:2]) / 8
+    batch = F32 * cfg.batch_size * (cfg.block_size + 1)
+    assert eighth < whole / 4 and eighth < alone + batch + 3 * gradients
 
 
 # --- what is sent ----------------------------------------------------------------------------------------------------
@@ -154,13 +175,10 @@ def test_tensor_parallelism_adds_up_twice_a_block(cfg, tensor):
 
 def test_remat_changes_memory_and_no_number(cfg):
     """The same losses with dropout, in less memory."""
-    losses, temporaries = [], []
+    losses, memory = [], []
     for remat in 0, 1:
         one = replace(cfg, remat=remat, n_layer=3)
         losses.append(run(one, devices=1, n=3)[0])
-        _, hw, graph = set_up(one, devices=1)
-        batch = jax.ShapeDtypeStruct((cfg.batch_size, cfg.block_size + 1), np.int32, sharding=hw.batch)
-        step = train.make_train_step(one, graph, hw).lower(hw.state, batch, jax.ShapeDtypeStruct((), np.int32))
-        temporaries.append(step.compile().memory_analysis().temp_size_in_bytes)
+        memory.append(temporaries(one, devices=1))
     np.testing.assert_allclose(*losses, rtol=1e-6)
-    assert temporaries[1] < temporaries[0]
+    assert memory[1] < memory[0]
