@@ -191,7 +191,7 @@ class GPT(nnx.Module):
         x = self.wte[...][tokens].astype(self.dtype)  # [B, T, C]
         x = self.drop(x, deterministic=rngs is None, rngs=rngs)
         # Rematerialisation: of a block only its input is kept; the backward pass computes the rest of it a second time.
-        apply = nnx.remat(Block.__call__) if self.remat and rngs else Block.__call__
+        apply = nnx.remat(Block.__call__) if self.remat and rngs is not None else Block.__call__
         new_caches = []
         for block, cache in zip(self.h, caches or [None] * len(self.h)):
             x, cache = apply(block, x, positions, cache, rngs)

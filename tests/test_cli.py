@@ -12,6 +12,7 @@ from scripts import SMALL, finish, script
 import config
 from cli import parse
 from config import PRESETS, Config, UserError
+from export import ExportConfig
 from generate import SampleConfig
 
 ROOT = Path(config.__file__).parent
@@ -86,12 +87,14 @@ def test_help_shows_every_knob_with_default_and_meaning(cls, capsys):
         (["--n_embd", "100"], "n_embd 100 is not divisible by n_head 6; n_embd 102 would be"),
         (["--n_embd", "18"], "n_embd 18 / n_head 6: rotary embedding needs an even head width"),
         (["--batch_size", "10", "--grad_accum", "4"], "batch_size 10 is not divisible by grad_accum 4"),
-        (["--dropout", "1"], "--dropout 1.0: must be less than 1"),
+        (["--dropout", "1"], "--dropout 1.0: must be 0 or more and less than 1"),
         (["--learning_rate", "nan"], "--learning_rate nan: must be 0"),
         (["--learning_rate", "inf"], "--learning_rate inf: must be 0"),
         (["--min_lr", "1"], "min_lr 1.0 is above learning_rate 0.001"),
         (["--block_size", "1"], "--block_size 1: must be 2 or more"),
         (["--dtype", "float8"], "--dtype float8: choose from auto, float32, bfloat16"),
+        (["--tokenizer", "word"], "--tokenizer word: choose from char, byte, bpe, gpt2"),
+        (["--vocab_size", "100"], "--vocab_size 100: must be 256 or more"),
         (["--preset", "medium"], "--preset medium: choose from nano, tiny"),
         (["--max_step", "5"], "unknown flag --max_step; did you mean --max_steps?"),
         (["5"], "unknown flag 5; --help lists them all"),
@@ -111,9 +114,11 @@ def test_flags_go_over_presets_and_presets_over_defaults():
 
 def test_every_knob_is_read_somewhere():
     """A knob that no line reads would be a lie."""
-    modules = "config cli data model checkpoint generate sample report train".split()
+    modules = "config cli data tokenizer corpus model checkpoint generate sample export report train".split()
     code = "".join((ROOT / f"{name}.py").read_text() for name in modules)
     for f in fields(Config):
         assert re.search(rf"\b(cfg|self)\.{f.name}\b|\"{f.name}\"", code), f.name
     for f in fields(SampleConfig):
         assert f.name == "preset" or f"how.{f.name}" in code, f.name
+    for f in fields(ExportConfig):
+        assert f.name == "preset" or f"how.{f.name}" in (ROOT / "export.py").read_text(), f.name

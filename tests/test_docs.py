@@ -9,6 +9,7 @@ import pytest
 import config
 from cli import parse
 from config import Config
+from export import ExportConfig
 from generate import SampleConfig
 from plan import PlanConfig
 
@@ -26,6 +27,7 @@ KNOBS = {
     "train.py": (Config, dict(fresh="", profile="")),
     "sample.py": (SampleConfig, dict(interactive="")),
     "plan.py": (PlanConfig, dict(json="")),
+    "export.py": (ExportConfig, {}),
 }
 
 

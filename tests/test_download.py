@@ -336,7 +336,7 @@ def test_failures_of_the_network_are_outlived(fineweb, tmp_path, capsys):
 def test_a_run_that_cannot_get_its_next_shard_is_saved(one_device, fineweb, tmp_path):
     """And goes on from that step when the network is back, as if nothing had been."""
     where = dict(data_dir=str(tmp_path / "data"), out_dir=str(tmp_path / "run"))
-    cfg = Config(**PRESETS["small"] | TINY | where | dict(max_steps=25, log_interval=1))
+    cfg = Config(**PRESETS["small"] | TINY | where | dict(max_steps=7, batch_size=64, eval_tokens=100, log_interval=1))
     del Server.files[SECOND]
     with pytest.raises(UserError, match=SECOND):
         train.train(cfg)
@@ -345,7 +345,7 @@ def test_a_run_that_cannot_get_its_next_shard_is_saved(one_device, fineweb, tmp_
     assert train.train(replace(cfg, out_dir=str(tmp_path / "other"))) == 0
     log, other = ((tmp_path / run / "metrics.jsonl").read_text().splitlines() for run in ("run", "other"))
     losses = lambda lines: [(r["step"], r["loss"]) for r in map(json.loads, lines) if "loss" in r]
-    assert losses(log) == losses(other) and len(losses(log)) == 25
+    assert losses(log) == losses(other) and len(losses(log)) == 7
 
 
 def test_too_small_a_disk_is_refused_before_the_start(fineweb, tmp_path, monkeypatch):
