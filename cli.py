@@ -1,4 +1,4 @@
-"""Command lines: flags made from a dataclass of knobs, and what becomes of a script's exceptions and of signals.
+"""Command lines: flags made from a dataclass of knobs, and what becomes of exceptions and signals.
 
 No flag is written down twice: config.Config and sample.SampleConfig say what there is, and this turns them into flags,
 their --help and their refusals.
@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 
 from config import PRESETS, Config, UserError
+
+MORE_MEMORY = "more --grad_accum or --remat 1 shrink the activations, --fsdp the parameters and their moments"
 
 
 class Parser(argparse.ArgumentParser):
@@ -80,9 +82,13 @@ def run(main) -> None:
     except OSError as e:  # a full disk, a directory that may not be written
         print(f"error: {e}", file=sys.stderr)
         code = 1
-    except Exception:  # a fault in this program
-        traceback.print_exc()
-        code = 1
+    except Exception as e:
+        if "RESOURCE_EXHAUSTED" in str(e):  # JAX's word for memory that does not suffice
+            print(f"error: {str(e).splitlines()[0]}  {MORE_MEMORY}", file=sys.stderr)
+            code = 2
+        else:  # a fault in this program
+            traceback.print_exc()
+            code = 1
     # At once: Python would first wait, for minutes, for other processes, which wait for what we have not done.
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""A text, or FineWeb's shards, as files of token ids.  Read with tokenizer.py, after data.py.
+"""A text, or FineWeb's shards, as files of token ids.  Read when another file sends you here.
 
 A text is tokenised once, into `tokens/` under data_dir.  The file's name is made of what the text and the tokenizer
 hash to, so a text that has changed is another one.  The first 90 % of the ids are for training, the rest for

@@ -1,4 +1,4 @@
-"""The batch of step n.  Third file to read, after config.py and model.py.
+"""The batch of step n.  Third file to read.
 
 A corpus is a long line of token ids (corpus.py makes it from a text).  A batch is B windows of T + 1 tokens: the first
 T are what the model reads, the last T what it should have guessed.  Which windows make up batch n depends on (seed, n)

@@ -115,7 +115,7 @@ def hf_tokenizer(tokenizer) -> str:
         prints = {*range(33, 127), *range(161, 173), *range(174, 256)}
         others = sorted({*range(256)} - prints)
         letters = {b: chr(b) if b in prints else chr(256 + others.index(b)) for b in range(256)}
-        return byte_level({letter: b for b, letter in letters.items()}, [], words=False).to_str()
+        return byte_level({letter: b for b, letter in letters.items()}, []).to_str()
     return tokenizer.symbols
 
 

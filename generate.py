@@ -1,4 +1,4 @@
-"""Text from a model, one token at a time: prompt in, tokens out.  Used by sample.py, and by train.py to show progress.
+"""Text from a model, one token at a time.  Fourth file to read; sample.py and train.py use it.
 
 The model would have to read all the text again for every new token, were it not for the cache: the keys and values of
 past positions do not change, so they are kept, and a step computes those of one token.  When the cache is full (it
@@ -55,8 +55,11 @@ class SampleConfig:
 
 
 def choose(logits: jax.Array, key: jax.Array, temperature, top_k, top_p) -> jax.Array:
-    """Draw a token per row of logits [B, V] -> [B].  Temperature first, then top_k, then top_p, as most samplers do."""
+    """Draw a token per row of logits [B, V] -> [B].  Temperature first, then top_k, then top_p, as most samplers do.
+
+    temperature 0: the likeliest.  top_k 0: all."""
     V = logits.shape[-1]
+    top_k = jnp.where(top_k == 0, V, top_k)
 
     def restrict(scaled):
         ranked = -jnp.sort(-scaled)  # [B, V], likeliest first
@@ -113,7 +116,7 @@ def generate(model: GPT, cfg: Config, prompt: np.ndarray, how: SampleConfig, lay
     graph, params = nnx.split(model)
     key = jax.random.key(how.seed)
     T, B = cfg.block_size, how.num_samples
-    settings = np.float32(how.temperature), np.int32(min(how.top_k or 2**30, 2**30)), np.float32(how.top_p)
+    settings = np.float32(how.temperature), np.int32(min(how.top_k, 2**30)), np.float32(how.top_p)
     text = np.tile(np.asarray(prompt, np.int32), (B, 1))  # [B, N]
     caches, position, n_made = None, T, 0
     while n_made < how.max_new_tokens:

@@ -1,4 +1,4 @@
-"""The GPT: pure maths on arrays.  Second file to read, after config.py.
+"""The GPT: pure maths on arrays.  Second file to read.
 
 A decoder-only transformer with the anatomy of today's open models (Llama, Gemma 3, Qwen3): tokens in, for every
 position a guess at the next token out.  There is no optimiser in this file, no data, no device and no mesh: a

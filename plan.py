@@ -19,7 +19,7 @@ from flax import nnx
 
 import train
 from chips import CHIPS, PRICES
-from cli import parse, run
+from cli import MORE_MEMORY, parse, run
 from config import Config, UserError, knob
 from generate import PREFILL
 from hlo import read_program
@@ -36,7 +36,6 @@ TORUS = {
 }
 TORUS["v6e"] = TORUS["v5e"]
 NAMES = ", ".join(f"{generation}-{size}" for generation in TORUS for size in TORUS[generation])
-ADVICE = "more --grad_accum or --remat 1 shrink the activations, --fsdp the parameters and their moments"
 # XLA may turn a product with gathered weights into a loop that computes while it sends, and counts the FLOPs of a loop
 # once.  So it shall not here.  (In train.py it may, which needs more memory, and hides some of the sending.)
 COUNTABLE = dict(xla_jf_spmd_threshold_for_windowed_einsum_mib="1000000")
@@ -86,7 +85,7 @@ def compile_step(cfg: Config, devices: list):
     except jax.errors.JaxRuntimeError as e:
         if not (why := re.search(r"(Ran|Out|ran|out) of memory.*", str(e))):
             raise
-        raise DoesNotFit(f"DOES NOT FIT on {cfg.tpu} ({hw.description}): {why.group(0)}  {ADVICE}") from None
+        raise DoesNotFit(f"DOES NOT FIT on {cfg.tpu} ({hw.description}): {why.group(0)}  {MORE_MEMORY}") from None
 
 
 def plan(cfg: PlanConfig) -> dict:

@@ -25,6 +25,7 @@ NO_ACCELERATOR = """\
 *  NO TPU OR GPU HERE.  On this CPU the run would take about {hours:,.1f} hours.
 *  Colab:   Runtime > Change runtime type > v5e-1 TPU, and run the cells again
 *  Kaggle:  Settings > Accelerator > TPU v5e-8, and run the cells again
+*  your own machine with a TPU:  pip install "jax[tpu]"
 *  or train a model that suits a CPU:  python train.py --preset nano
 ****************************************************************************"""
 

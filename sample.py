@@ -14,6 +14,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -29,12 +30,17 @@ from storage import run_path
 from tokenizer import make_tokenizer
 
 
-def load_model(out_dir: str, which: str, tensor: int = 1):
-    """For sampling: (model, config, tokenizer, completed updates), all from the checkpoint, and the caches' layout.
+class Loaded(NamedTuple):
+    model: GPT  # computes in float32
+    cfg: Config  # of the run
+    tokenizer: Any
+    step: int  # completed updates
+    cache_layout: Any  # for generate; None on one device
 
-    The model computes in float32.  Its arrays are on the default device, or cut over the first `tensor` devices,
-    whatever they were trained on.
-    """
+
+def load_model(out_dir: str, which: str, tensor: int = 1) -> Loaded:
+    """All that sampling needs, from a checkpoint: on the default device, or cut over the first `tensor` devices,
+    whatever it was trained on."""
     found = checkpoint.whole(out_dir, which)
     for path, meta in found:
         cfg, tokenizer = Config(**meta["config"]), make_tokenizer(**meta["tokenizer"])
@@ -54,7 +60,8 @@ def load_model(out_dir: str, which: str, tensor: int = 1):
         except Exception as e:  # damaged; or just replaced, by a run that is training
             print(f"{path} cannot be read ({checkpoint.unreadable(e)})", file=sys.stderr)
             continue
-        return nnx.merge(graph, jax.device_put(params, layout)), cfg, tokenizer, int(path.name), cache_layout
+        model = nnx.merge(graph, jax.device_put(params, layout))
+        return Loaded(model, cfg, tokenizer, int(path.name), cache_layout)
     if found:
         raise UserError(f"no checkpoint in {out_dir} can be read")
     have = sorted(p.name for p in run_path("out").glob("*") if checkpoint.find(p))

@@ -1,4 +1,4 @@
-"""Text to token ids and back.  Fourth file to read, with data.py.
+"""Text to token ids and back.  Read when another file sends you here.
 
     char   one id per character of the corpus
     byte   one id per byte of the text as UTF-8, 256 in all
@@ -127,11 +127,11 @@ def huggingface(kind: str):
     return tokenizers
 
 
-def byte_level(vocabulary: dict[str, int], merges: list[tuple[str, str]], words: bool = True):
+def byte_level(vocabulary: dict[str, int], merges: list[tuple[str, str]]):
     """A tokenizer of Hugging Face's over bytes, each written as one printable letter, as GPT-2's files have it."""
     hf = huggingface("bpe")
     model = hf.Tokenizer(hf.models.BPE(vocabulary, merges))
-    model.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
+    model.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = hf.decoders.ByteLevel()
     return model
 

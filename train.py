@@ -1,4 +1,4 @@
-"""Train a GPT.  Last file to read: it puts the others together.
+"""Train a GPT.  Fifth and last file to read: it puts the others together.
 
     python train.py --preset tiny               on a TPU: minutes.  --help lists every knob
     python train.py --preset nano               on a CPU: three minutes
@@ -96,7 +96,7 @@ def make_mesh_and_shardings(cfg: Config, init_state: Callable[[], TrainState], d
                 print(f"NOTE      no word of other hosts ({e}): this one goes on alone", file=sys.stderr)
 
     def find_devices() -> list:
-        if "JAX_NUM_CPU_DEVICES" not in os.environ and jax.__version_info__ >= (0, 12):  # 0.10.2 was seen to hang so
+        if jax.config.jax_num_cpu_devices < 0 and jax.__version_info__ >= (0, 12):  # 0.10.2 was seen to hang so
             # On a CPU each core is a device.  Data parallelism then meets once a step; threads that share one device's
             # small operations meet in each of them, which took a third of nano's time on two cores.
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -108,8 +108,8 @@ def make_mesh_and_shardings(cfg: Config, init_state: Callable[[], TrainState], d
         try:
             return jax.devices()
         except RuntimeError as e:  # most often a TPU that another process, or an old notebook, still holds
-            line = str(e).splitlines()[0]
-            raise UserError(f"{line} (if another process holds the TPU, end that one first)") from None
+            line, held = str(e).splitlines()[0], "end that process, or the notebook that holds it, first"
+            raise UserError(f"{line}: {held if 'in use' in line else 'is jax[tpu] installed, for this jax?'}") from None
 
     rows = cfg.batch_size // cfg.grad_accum
     if devices is None or isinstance(devices, int):
@@ -251,6 +251,8 @@ def token_losses(graph, params, batch, rngs=None) -> jax.Array:
 def make_train_step(cfg: Config, graph, hw: Hardware) -> Callable:
     """(state, batch [B, T + 1], step) -> (the next state, metrics): one compiled, pure function.
 
+    Metrics: loss, the mean of the steps since the last log line; lr; grad_norm, before the clip.
+
     Trace once: `jax.jit` runs the Python below a single time, with placeholders that have a shape but no values, and
     compiles what it saw.  Pure: nothing outside is read or changed, hence the state goes in and comes out.  Pytree:
     the state is a nest of tuples and dicts of arrays, and `jax.grad` and optax walk over all its leaves.  Donation:
@@ -362,7 +364,8 @@ def train(cfg: Config, fresh: bool = False, profile: bool = False) -> int:
             if (log or evaluate_now or save) and (good := int(state.step)) != step:
                 screen.write(
                     f"error: loss or gradient not finite at step {good + 1}.  What is saved is from before it; the same"
-                    " command comes here again.  Try a lower --learning_rate, without the latest checkpoint if need be"
+                    " command comes here again.  Try a lower --learning_rate; to go further back, move the newest"
+                    f" folder out of {cfg.out_dir}/checkpoints"
                 )
                 return 1
             if log:

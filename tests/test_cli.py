@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -122,3 +124,11 @@ def test_every_knob_is_read_somewhere():
         assert f.name == "preset" or f"how.{f.name}" in code, f.name
     for f in fields(ExportConfig):
         assert f.name == "preset" or f"how.{f.name}" in (ROOT / "export.py").read_text(), f.name
+
+
+def test_memory_that_does_not_suffice_is_one_line():
+    """JAX's own error, of an array of 140 TB, as it comes out of a script."""
+    code = "import cli, jax; cli.run(lambda argv: jax.numpy.zeros(1 << 45).block_until_ready())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("error: RESOURCE_EXHAUSTED: ") and "more --grad_accum" in done.stderr

@@ -94,8 +94,12 @@ def test_rows_of_a_host_with_several_parts():
     assert any(len(set(batch[:, 0] // 1000)) == 2 for batch in whole)
 
 
-def test_order_of_one_part_is_what_numpy_says():
+def test_order_is_what_numpy_says():
     """Written down here, so that a run that is resumed with a later version of the code goes on as it began."""
+    rng = np.random.default_rng((1337, 1, 2))  # seed, epoch, part
+    offset, order = rng.integers(8), rng.permutation(3)
+    starts = np.concatenate([get_batch(PARTS, small(batch_size=3), step)[:, 0] for step in (20, 21)])
+    assert starts[3:].tolist() == [2000 + offset + 8 * k for k in order]
     tokens, cfg = np.arange(8 * 81 + 1), small(seed=7)
     rng = np.random.default_rng((7, 0))
     offset, order = rng.integers(8), rng.permutation(80)

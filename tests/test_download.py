@@ -4,6 +4,7 @@ import hashlib
 import json
 import subprocess
 import sys
+import time
 import zipfile
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from server import Server, serve
 
+import checkpoint
 import download
 import train
 from config import PRESETS, Config, UserError
@@ -291,6 +293,17 @@ def test_steps_cover_shards_in_order(fineweb, tmp_path):
     assert corpus.train_tokens == 3 * SHARD and (np.asarray(corpus.val) == sentence(0)).all()
 
 
+def test_the_next_shard_is_fetched_meanwhile(fineweb, tmp_path):
+    """Nobody has asked for it yet; and none after the last."""
+    for number, last, folder in (1, 2, tmp_path / "a"), (2, 2, tmp_path / "b"):
+        download.fineweb_shard(folder, number, last)
+        end = time.monotonic() + 10
+        while number < last and not (folder / SECOND).exists() and time.monotonic() < end:
+            time.sleep(0.01)
+    time.sleep(0.2)
+    assert asked() == [FIRST, SECOND, SECOND]
+
+
 def test_a_resumed_run_fetches_only_what_it_still_reads(fineweb, tmp_path):
     cfg = small(dataset="fineweb", tokenizer="gpt2", data_dir=str(tmp_path), batch_size=64, max_steps=60)
     get_batch(load_corpus(cfg).train, cfg, 25)
@@ -340,6 +353,7 @@ def test_a_run_that_cannot_get_its_next_shard_is_saved(one_device, fineweb, tmp_
     del Server.files[SECOND]
     with pytest.raises(UserError, match=SECOND):
         train.train(cfg)
+    assert checkpoint.find(cfg.out_dir).name == "4"  # 64 windows each, of 311
     Server.files[SECOND] = fineweb[SECOND]
     assert train.train(cfg) == 0
     assert train.train(replace(cfg, out_dir=str(tmp_path / "other"))) == 0
