@@ -245,9 +245,13 @@ def resume_point(cfg: Config, fingerprint: str) -> tuple[int, Any, list[str]]:
     (path, meta), now, changed = found[0], dataclasses.asdict(cfg), []
     for f in dataclasses.fields(cfg):
         if (old := meta["config"].get(f.name, now[f.name])) != now[f.name]:
+            if f.name == "vocab_size" and cfg.tokenizer != "bpe":
+                continue
             if f.metadata["fixed"]:
                 raise UserError(f"{cfg.out_dir} was trained with {f.name} {old}, not {now[f.name]}: {ANOTHER_RUN}")
             changed.append(f"changed   {f.name} {old} -> {now[f.name]}")
+            if f.name == "init_from":
+                changed[-1] += ": without effect, this run has weights of its own; --fresh would start from those"
     if meta["fingerprint"] != fingerprint:
         old = f"{meta['config']['dataset']} (sha256 {meta['fingerprint'][:12]}...)"
         new = f"{cfg.dataset} (sha256 {fingerprint[:12]}...)"

@@ -34,7 +34,9 @@ def parse(cls, argv: list[str], doc: str, **switches: str):
     epilog = "\n".join(f"preset {name}: {knobs}" for name, knobs in PRESETS.items())
     parser = Parser(description=doc, epilog=epilog, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter)
     for f in fields(cls):
-        parser.add_argument(f"--{f.name}", type=f.type, help=f"{f.metadata['meaning']}  ({f.default!r})", metavar="")
+        names = f.metadata["choices"].replace(" ", ", ")
+        meaning = f"{names}: {f.metadata['meaning']}" if names else f.metadata["meaning"]
+        parser.add_argument(f"--{f.name}", type=f.type, help=f"{meaning}  ({f.default!r})", metavar="")
     for name, meaning in switches.items():
         parser.add_argument(f"--{name}", action="store_true", help=meaning)
     args = vars(parser.parse_args(argv))

@@ -11,9 +11,9 @@ class UserError(Exception):
     """Something the reader of the message can put right: one line, exit code 2, no traceback (see cli.run)."""
 
 
-def knob(default, meaning: str, at_least=None, below=None, fixed=False):
+def knob(default, meaning: str, at_least=None, below=None, fixed=False, choices=""):
     """A dataclass field that knows its meaning and its range.  A fixed one cannot change when a run is resumed."""
-    return field(default=default, metadata=dict(meaning=meaning, at_least=at_least, below=below, fixed=fixed))
+    return field(default=default, metadata=dict(meaning=meaning, range=(at_least, below), choices=choices, fixed=fixed))
 
 
 # fmt: off
@@ -23,7 +23,7 @@ class Config:
     preset: str = knob("tiny", "the line of PRESETS to start from")
     # data
     dataset: str = knob("shakespeare", "shakespeare, fineweb, or the path of any UTF-8 text file")
-    tokenizer: str = knob("char", "char, byte, bpe (learned from the corpus) or gpt2: see tokenizer.py", fixed=True)
+    tokenizer: str = knob("char", "bpe is learned from the corpus", fixed=True, choices="char byte bpe gpt2")
     vocab_size: int = knob(1024, "symbols that bpe learns, the 256 bytes among them", 256, 2**20, fixed=True)
     data_dir: str = knob("datasets", "where downloads and tokenised texts are kept")
     # model
@@ -33,7 +33,7 @@ class Config:
     block_size: int = knob(256, "context: how many tokens back the model can look", 2, fixed=True)
     rope_theta: float = knob(10_000.0, "base of the rotary embedding's wavelengths", 1.0, fixed=True)
     dropout: float = knob(0.2, "share of activations zeroed in training; 0 for runs of a few epochs", 0, 1)
-    dtype: str = knob("auto", "of the matrix products: float32, bfloat16, or auto: bfloat16 where the chip has it")
+    dtype: str = knob("auto", "of the matrix products; auto: bfloat16 where fast", choices="auto float32 bfloat16")
     # optimiser: AdamW with linear warmup, then a cosine down to min_lr
     batch_size: int = knob(64, "sequences per optimiser step, over all devices", 1)
     grad_accum: int = knob(1, "micro-batches a step is cut into when memory is short; must divide batch_size", 1)
@@ -56,7 +56,7 @@ class Config:
     log_interval: int = knob(10, "steps between log lines", 1)
     eval_interval: int = knob(250, "steps between evaluations, each with a sample of text", 1)
     eval_tokens: int = knob(10_000_000, "evaluate on the whole validation split, or on this many of its tokens", 1)
-    sample_tokens: int = knob(200, "characters of text shown at each evaluation", 0)
+    sample_tokens: int = knob(200, "tokens of text shown at each evaluation", 0)
     checkpoint_interval: int = knob(250, "steps between checkpoints", 1)
 
     def __post_init__(self):
@@ -67,9 +67,6 @@ class Config:
                 raise UserError(f"{whole} {a} is not divisible by {part} {b}; {whole} {a - a % b + b} would be")
         if self.min_lr > self.learning_rate:
             raise UserError(f"min_lr {self.min_lr} is above learning_rate {self.learning_rate}: the cosine would rise")
-        for name, names in ("dtype", "auto float32 bfloat16"), ("tokenizer", "char byte bpe gpt2"):
-            if getattr(self, name) not in names.split():
-                raise UserError(f"--{name} {getattr(self, name)}: choose from {names.replace(' ', ', ')}")
         if self.n_embd // self.n_head % 2:
             raise UserError(f"n_embd {self.n_embd} / n_head {self.n_head}: rotary embedding needs an even head width")
 
@@ -96,6 +93,8 @@ PRESETS = {  # what differs from the defaults above
 def check_ranges(cfg) -> None:
     """Every number inside the range that its knob states, or UserError."""
     for f in fields(cfg):
-        value, low, high = getattr(cfg, f.name), f.metadata["at_least"], f.metadata["below"]
+        value, (low, high), choices = getattr(cfg, f.name), f.metadata["range"], f.metadata["choices"].split()
+        if choices and value not in choices:
+            raise UserError(f"--{f.name} {value}: choose from {', '.join(choices)}")
         if low is not None and not (math.isfinite(value) and low <= value < (high or math.inf)):
             raise UserError(f"--{f.name} {value}: must be {low} or more" + f" and less than {high}" * bool(high))

@@ -211,28 +211,33 @@ def wrong_shard(path: Path) -> str:
 @cache  # checked once a process
 def fineweb_shard(folder: Path, number: int, last: int, quiet: bool = False) -> Path:
     """The path of a shard, fetched if it is not in `folder`.  The next one, up to `last`, is then fetched meanwhile."""
-    path, url = shard_path(folder, number), f"{FINEWEB_URL}/{shard_path(folder, number).name}"
+    path = shard_path(folder, number)
     with locked(folder):
-        if path.exists():
-            if fault := wrong_shard(path):
-                raise UserError(f"{path} is damaged ({fault}); delete it, and it is fetched again")
-        for wait in () if path.exists() else (*WAITS, None):
-            try:
-                download(url, path, wrong_shard, quiet)
-                break
-            except (OSError, ValueError) as e:
-                if quiet or wait is None:
-                    raise UserError(f"{url} cannot be downloaded: {e}") from None
-                print(f"{url}: {e}; again in {wait} s", file=sys.stderr)
-                time.sleep(wait)
+        if not path.exists():
+            fetch_shard(path, quiet)
+        elif fault := wrong_shard(path):
+            raise UserError(f"{path} is damaged ({fault}); delete it, and it is fetched again")
     if 0 < number < last:
         threading.Thread(target=fetch_meanwhile, args=(folder, number + 1), daemon=True).start()
     return path
 
 
+def fetch_shard(path: Path, quiet: bool) -> None:
+    url, waits = f"{FINEWEB_URL}/{path.name}", iter(WAITS)
+    while True:
+        try:
+            return download(url, path, wrong_shard, quiet)
+        except (OSError, ValueError) as e:
+            wait = next(waits, None)
+            if quiet or wait is None:
+                raise UserError(f"{url} cannot be downloaded: {e}") from None
+            print(f"{url}: {e}; again in {wait} s", file=sys.stderr)
+            time.sleep(wait)
+
+
 def fetch_meanwhile(folder: Path, number: int) -> None:
     try:
-        fineweb_shard(folder, number, number, quiet=True)
+        fineweb_shard(folder, number, number, quiet=True)  # tried once
     except (UserError, OSError):
         pass  # it is told when the shard is needed and still cannot be had
 

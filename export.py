@@ -13,17 +13,19 @@ have keys and values of their own.  .ci/run holds both to the same logits.
 
 import dataclasses
 import json
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import numpy as np
 from flax import nnx
 
+import checkpoint
+import sample
 from cli import parse, run
-from config import Config, UserError, knob
+from config import Config, UserError, check_ranges, knob
 from model import abstract_model
-from sample import load_model
-from storage import run_path
 from tokenizer import byte_level, huggingface, make_tokenizer
 
 NAMES = {  # of a block: ours and Qwen3's
@@ -47,8 +49,11 @@ class ExportConfig:
 
     preset: str = knob("tiny", "read the run in out/<preset>")
     out_dir: str = knob("", "read the run in this directory instead")
-    which: str = knob("best", "best: lowest validation loss; latest: most steps")
+    which: str = knob("best", "lowest validation loss, or most steps", choices="best latest")
     out: str = knob("exported", "the directory to write")
+
+    def __post_init__(self):
+        check_ranges(self)
 
 
 def parameters(params: dict, cfg: Config) -> dict[str, tuple[dict, str]]:
@@ -73,11 +78,19 @@ def to_hf(params: dict, cfg: Config, vocab_size: int) -> dict[str, np.ndarray]:
     return tensors
 
 
-def from_hf(tensors: dict[str, np.ndarray], cfg: Config, params: dict) -> None:
-    """The reverse, into `params`; the rows of the embedding that are padding stay as they are there."""
+def from_hf(tensors: dict[str, np.ndarray], cfg: Config, vocab_size: int) -> dict:
+    """The reverse; the embedding's padding is zero.  ValueError if a tensor is not as it should be."""
+    like = nnx.to_pure_dict(nnx.split(abstract_model(cfg, vocab_size))[1])
+    params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like)
     for name, (holder, key) in parameters(params, cfg).items():
+        if name not in tensors:
+            raise ValueError(f"{name} is missing")
         x = tensors[name].T if key == "kernel" else tensors[name]
-        holder[key] = np.concatenate([x, holder[key][len(x) :]]) if key == "wte" else x
+        room = holder[key][:vocab_size] if key == "wte" else holder[key]
+        if x.shape != room.shape:
+            raise ValueError(f"{name} has the wrong shape")
+        room[:] = x
+    return params
 
 
 def hf_config(cfg: Config, tokenizer) -> dict:
@@ -107,7 +120,7 @@ def hf_config(cfg: Config, tokenizer) -> dict:
 def hf_tokenizer(tokenizer) -> str:
     """tokenizer.json: the same ids."""
     if tokenizer.kind == "char":  # byte-pair encoding without pairs, and characters for bytes
-        hf = huggingface("char")
+        hf = huggingface("export.py")
         model = hf.Tokenizer(hf.models.BPE({c: i for i, c in enumerate(tokenizer.symbols)}, []))
         model.decoder = hf.decoders.Fuse()
         return model.to_str()
@@ -119,15 +132,20 @@ def hf_tokenizer(tokenizer) -> str:
     return tokenizer.symbols
 
 
+def safetensors():
+    """The library, loaded when it is needed."""
+    try:
+        import safetensors.numpy
+    except ImportError:
+        raise UserError("exported weights need a package that is not here: pip install safetensors") from None
+    return safetensors.numpy
+
+
 def export(how: ExportConfig) -> None:
-    out, (model, cfg, tokenizer, step, _) = run_path(how.out), load_model(how.out_dir, how.which)
+    out = Path(how.out)
     if out.exists():
         raise UserError(f"--out {how.out} is there already: delete it, or give another")
-    try:
-        from safetensors.numpy import save_file
-    except ImportError:
-        raise UserError("export.py needs a package that is not here: pip install safetensors") from None
-    _, params = nnx.split(model)
+    params, cfg, tokenizer, step = sample.read_weights(how.out_dir, how.which)
     config = hf_config(cfg, tokenizer)
     ends = dict(eos_token="<|endoftext|>") if tokenizer.kind == "gpt2" else {}
     files = {
@@ -144,40 +162,57 @@ def export(how: ExportConfig) -> None:
             config=dataclasses.asdict(cfg), tokenizer=dict(kind=tokenizer.kind, symbols=tokenizer.symbols), step=step
         ),
     }
-    part = out.with_name(out.name + ".part")
-    if part.exists():
-        part.rmtree()
-    part.mkdir(parents=True)
-    for name, content in files.items():
-        (part / name).write_text(json.dumps(content, indent=1))
-    tensors = to_hf(nnx.to_pure_dict(params), cfg, tokenizer.vocab_size)
-    save_file(tensors, part / "model.safetensors", {"format": "pt"})
-    part.rename(out)
+    tensors = safetensors().save(to_hf(params, cfg, tokenizer.vocab_size), {"format": "pt"})
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=out.name, ignore_cleanup_errors=True) as tmp:
+        whole = Path(tmp, "whole")
+        whole.mkdir()
+        for name, content in files.items():
+            (whole / name).write_text(json.dumps(content, indent=1), "utf-8")
+        (whole / "model.safetensors").write_bytes(tensors)
+        whole.rename(out)
     print(f"{how.out} is {how.out_dir} at step {step}, as a Qwen3ForCausalLM.  With transformers and torch:")
     print(f"AutoModelForCausalLM.from_pretrained({how.out!r}), AutoTokenizer.from_pretrained({how.out!r})")
 
 
-def read_weights(cfg: Config):
-    """(parameters as numpy arrays, tokenizer) in cfg.init_from, a run's folder or one that export.py wrote.
+# --- and in ----------------------------------------------------------------------------------------------------------
 
-    UserError if there are none, or if they are of another architecture or tokenizer than `cfg`.
+
+def exported_meta(folder: Path) -> dict | None:
+    """What export wrote into training.json, or None if there is none."""
+    path = folder / "training.json"
+    return json.loads(path.read_text("utf-8")) if path.exists() else None
+
+
+def source_tokenizer(cfg: Config):
+    """The tokenizer of what is in cfg.init_from, a run's folder or one that export wrote.
+
+    UserError if nothing is, or if its architecture or tokenizer is not that of `cfg`.  Asks JAX nothing.
     """
-    folder = run_path(cfg.init_from)
-    if (folder / "training.json").exists():
-        from safetensors.numpy import load_file
-
-        meta = json.loads((folder / "training.json").read_text())
+    try:
+        meta = exported_meta(Path(cfg.init_from)) or checkpoint.whole(cfg.init_from, "best")[0][1]
         theirs, tokenizer = Config(**meta["config"]), make_tokenizer(**meta["tokenizer"])
-        like = abstract_model(theirs, tokenizer.vocab_size)
-        params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), nnx.to_pure_dict(nnx.split(like)[1]))
-        from_hf(load_file(folder / "model.safetensors"), theirs, params)
-    else:
-        model, theirs, tokenizer, *_ = load_model(cfg.init_from, "best")
-        params = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.split(model)[1]))
-    for name in "n_layer", "n_head", "n_embd", "rope_theta", "tokenizer":
+    except (IndexError, KeyError, TypeError, ValueError, OSError) as e:
+        why = f"{cfg.init_from} holds no weights that can be read ({checkpoint.reason(e)})"
+        raise UserError(f"--init_from {why}: give a run's folder, or one that export.py wrote") from None
+    for name in "n_layer", "n_head", "n_embd", "rope_theta", "tokenizer", *["vocab_size"] * (cfg.tokenizer == "bpe"):
         if (old := getattr(theirs, name)) != (new := getattr(cfg, name)):
             raise UserError(f"--init_from {cfg.init_from} has {name} {old}, not {new}: add --{name} {old}")
-    return params, tokenizer
+    return tokenizer
+
+
+def read_weights(cfg: Config) -> dict:
+    """The parameters in cfg.init_from as numpy arrays.  UserError if they cannot be read."""
+    meta = exported_meta(Path(cfg.init_from))
+    if meta is None:
+        return sample.read_weights(cfg.init_from, "best")[0]
+    try:
+        tensors = safetensors().load_file(Path(cfg.init_from, "model.safetensors"))
+        return from_hf(tensors, Config(**meta["config"]), make_tokenizer(**meta["tokenizer"]).vocab_size)
+    except UserError:
+        raise
+    except Exception as e:  # safetensors has errors of its own
+        raise UserError(f"--init_from {cfg.init_from}: its model.safetensors: {checkpoint.reason(e)}") from None
 
 
 def main(argv):

@@ -38,13 +38,11 @@ class SampleConfig:
     top_p: float = knob(1.0, "choose among the likeliest tokens that together hold this share", 0)
     num_samples: int = knob(1, "how many continuations", 1)
     seed: int = knob(1337, "same seed, same text", 0, 2**32)
-    which: str = knob("best", "best: lowest validation loss; latest: most steps")
+    which: str = knob("best", "lowest validation loss, or most steps", choices="best latest")
     tensor: int = knob(1, "devices over which heads and MLP width are split", 1)
 
     def __post_init__(self):
         check_ranges(self)
-        if self.which not in ("best", "latest"):
-            raise UserError(f"--which {self.which}: choose from best, latest")
         if self.top_p > 1:
             raise UserError(f"--top_p {self.top_p}: a share of the probability, 1 at most")
         if self.prompt is not None and self.prompt_file:

@@ -59,7 +59,9 @@ def banner(cfg: Config, hw, corpus: Corpus, n_params: int, start: int) -> str:
         f"step      {cfg.batch_size} x {cfg.block_size} = {tokens:,} tokens; an epoch is"
         f" {steps:,.1f} steps, the run {cfg.max_steps / steps:,.1f} epochs",
         f"run       {cfg.out_dir}, {f'going on after step {start:,} of' if start else 'new,'} {cfg.max_steps:,} steps",
-        f"loss      should start near ln {V} = {math.log(V):.2f}, where every symbol is as likely as any other",
+        f"loss      should start near ln {V} = {math.log(V):.2f}, where every symbol is as likely as any other"
+        if not cfg.init_from
+        else f"loss      should start where it stood for the weights in {cfg.init_from}, if the text is as theirs",
     ]
     if corpus.note:
         lines.append(f"NOTE      {corpus.note}")

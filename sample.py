@@ -30,6 +30,28 @@ from storage import run_path
 from tokenizer import make_tokenizer
 
 
+def read_weights(out_dir: str, which: str):
+    """(parameters as numpy arrays, config, tokenizer, completed updates), all from a checkpoint."""
+    found = checkpoint.whole(out_dir, which)
+    for path, meta in found:
+        cfg, tokenizer = Config(**meta["config"]), make_tokenizer(**meta["tokenizer"])
+        # Into numpy: any device may read what any device wrote.
+        like = nnx.to_pure_dict(nnx.split(abstract_model(cfg, tokenizer.vocab_size))[1])
+        like = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), like)
+        try:
+            return ocp.StandardCheckpointer().restore(path / "params", like), cfg, tokenizer, int(path.name)
+        except Exception as e:  # damaged; or just replaced, by a run that is training
+            print(f"{path} cannot be read ({checkpoint.unreadable(e)})", file=sys.stderr)
+    if found:
+        raise UserError(f"no checkpoint in {out_dir} can be read")
+    have = sorted(p.name for p in run_path("out").glob("*") if checkpoint.find(p))
+    name = os.path.basename(out_dir)
+    preset = out_dir == os.path.join("out", name) and name in PRESETS
+    so_far = f" (trained so far: {', '.join(have)})" if have else ""
+    flag = f"--preset {name}" if preset else f"--out_dir {out_dir}"
+    raise UserError(f"no checkpoint in {out_dir}; train first: python train.py {flag}{so_far}")
+
+
 class Loaded(NamedTuple):
     model: GPT  # computes in float32
     cfg: Config  # of the run
@@ -41,35 +63,17 @@ class Loaded(NamedTuple):
 def load_model(out_dir: str, which: str, tensor: int = 1) -> Loaded:
     """All that sampling needs, from a checkpoint: on the default device, or cut over the first `tensor` devices,
     whatever it was trained on."""
-    found = checkpoint.whole(out_dir, which)
-    for path, meta in found:
-        cfg, tokenizer = Config(**meta["config"]), make_tokenizer(**meta["tokenizer"])
-        layout, cache_layout = None, None
-        if tensor > 1:
-            import train  # not earlier: it takes a while to load, and one device does without
+    params, cfg, tokenizer, step = read_weights(out_dir, which)
+    layout, cache_layout = None, None
+    if tensor > 1:
+        import train  # not earlier: it takes a while to load, and one device does without
 
-            init_state = train.make_init_state(cfg, tokenizer.vocab_size)
-            alone = replace(cfg, fsdp=1, tensor=tensor, batch_size=tensor, grad_accum=1)
-            hw = train.make_mesh_and_shardings(alone, init_state, devices=tensor)
-            layout, cache_layout = hw.layout.params, hw.cache
-        graph, like = nnx.split(abstract_model(cfg, tokenizer.vocab_size))
-        # Into numpy: any device may read what any device wrote.
-        like = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), nnx.to_pure_dict(like))
-        try:
-            params = ocp.StandardCheckpointer().restore(path / "params", like)
-        except Exception as e:  # damaged; or just replaced, by a run that is training
-            print(f"{path} cannot be read ({checkpoint.unreadable(e)})", file=sys.stderr)
-            continue
-        model = nnx.merge(graph, jax.device_put(params, layout))
-        return Loaded(model, cfg, tokenizer, int(path.name), cache_layout)
-    if found:
-        raise UserError(f"no checkpoint in {out_dir} can be read")
-    have = sorted(p.name for p in run_path("out").glob("*") if checkpoint.find(p))
-    name = os.path.basename(out_dir)
-    preset = out_dir == os.path.join("out", name) and name in PRESETS
-    so_far = f" (trained so far: {', '.join(have)})" if have else ""
-    flag = f"--preset {name}" if preset else f"--out_dir {out_dir}"
-    raise UserError(f"no checkpoint in {out_dir}; train first: python train.py {flag}{so_far}")
+        init_state = train.make_init_state(cfg, tokenizer.vocab_size)
+        alone = replace(cfg, fsdp=1, tensor=tensor, batch_size=tensor, grad_accum=1)
+        hw = train.make_mesh_and_shardings(alone, init_state, devices=tensor)
+        layout, cache_layout = hw.layout.params, hw.cache
+    graph, _ = nnx.split(abstract_model(cfg, tokenizer.vocab_size))
+    return Loaded(nnx.merge(graph, jax.device_put(params, layout)), cfg, tokenizer, step, cache_layout)
 
 
 def read_prompt(how: SampleConfig) -> str:

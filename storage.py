@@ -66,20 +66,26 @@ def hold(path: epath.Path) -> int:
 
 @contextmanager
 def locked(folder: Path):
-    """Only one process, or thread, is within for a folder, which is made if need be; others wait for it to come out."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if fcntl is None:
-        yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
+    """Only one process, or thread, is within for a folder, which is made if need be; others wait for it to come out.
+
+    Gives whether that is so: there are file systems without locks.  UserError if the folder cannot be written.
+    """
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"waiting for what is being written into {folder}", file=sys.stderr)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError:
-            pass  # a file system without locks
-        yield
-    finally:
-        os.close(descriptor)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "a")  # a file, because NFS locks none that is open for reading only
+    except OSError as e:
+        raise UserError(f"{folder} cannot be written ({e.strerror}): give another --data_dir") from None
+    with lock:
+        yield wait_for(lock, folder)
+
+
+def wait_for(lock, folder: Path) -> bool:
+    """Lock an open file, until it is closed.  Gives whether it could be locked."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print(f"waiting for what is being written into {folder}", file=sys.stderr)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except (OSError, AttributeError):  # a file system, or a Windows, without locks
+        return False
+    return True

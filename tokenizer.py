@@ -5,7 +5,7 @@
     bpe    byte-pair encoding: the bytes, and the pieces of words that the corpus repeats most, --vocab_size in all
     gpt2   the byte-pair encoding of GPT-2, 50,257 ids; FineWeb's shards are written in it
 
-Decoding gives back what was encoded, whatever the text.  Two strings say all about a tokenizer, its kind and its
+Decoding gives back what was encoded, whatever Unicode it is.  Two strings say all about a tokenizer, its kind and its
 symbols: checkpoints store these, and so need no corpus.
 """
 
@@ -80,7 +80,7 @@ class BPETokenizer:
 
     def __init__(self, kind: str, symbols: str):
         self.kind, self.symbols = kind, symbols
-        self.model = huggingface(kind).Tokenizer.from_str(symbols)
+        self.model = huggingface().Tokenizer.from_str(symbols)
         self.vocab_size = self.model.get_vocab_size()
         self.model.encode_special_tokens = True  # <|endoftext|> in a text is 13 characters of it like any others
 
@@ -118,18 +118,18 @@ def pieces(text: str, size: int) -> Iterator[str]:
         yield text[start:]
 
 
-def huggingface(kind: str):
+def huggingface(who: str = "--tokenizer bpe or gpt2"):
     """The library, loaded when it is needed."""
     try:
         import tokenizers
     except ImportError:
-        raise UserError(f"--tokenizer {kind} needs a package that is not here: pip install tokenizers") from None
+        raise UserError(f"{who} needs a package that is not here: pip install tokenizers") from None
     return tokenizers
 
 
 def byte_level(vocabulary: dict[str, int], merges: list[tuple[str, str]]):
     """A tokenizer of Hugging Face's over bytes, each written as one printable letter, as GPT-2's files have it."""
-    hf = huggingface("bpe")
+    hf = huggingface()
     model = hf.Tokenizer(hf.models.BPE(vocabulary, merges))
     model.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = hf.decoders.ByteLevel()
@@ -138,7 +138,7 @@ def byte_level(vocabulary: dict[str, int], merges: list[tuple[str, str]]):
 
 def train_bpe(texts: Iterator[str], vocab_size: int) -> str:
     """`symbols` of a byte-pair encoding with vocab_size ids, or fewer where the texts repeat nothing more."""
-    hf = huggingface("bpe")
+    hf = huggingface()
     model, alphabet = byte_level({}, []), hf.pre_tokenizers.ByteLevel.alphabet()
     options = dict(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
     model.train_from_iterator(texts, hf.trainers.BpeTrainer(**options))

@@ -301,7 +301,7 @@ def make_eval_step(graph) -> Callable:
     return jax.jit(eval_step)
 
 
-def evaluate(eval_step, params, tokens: np.ndarray, cfg: Config, hw: Hardware, caught=()) -> float | None:
+def evaluate(eval_step, params, tokens, cfg: Config, hw: Hardware, caught=()) -> float | None:
     """Mean loss over the whole split, in fixed windows: the same number for the same parameters, always.
 
     None as soon as there is anything in `caught`.
@@ -322,15 +322,15 @@ def evaluate(eval_step, params, tokens: np.ndarray, cfg: Config, hw: Hardware, c
 
 def train(cfg: Config, fresh: bool = False, profile: bool = False) -> int:
     """Train until max_steps or a signal.  Returns the exit code: 0, 1 diverged, 130 after Ctrl-C, 143 after SIGTERM."""
-    found, tokenizer, weights = find_corpus(cfg), None, None
-    if not fresh:
-        _, tokenizer, _ = checkpoint.resume_point(cfg, found.fingerprint)
-    if tokenizer is None and cfg.init_from:
-        weights, tokenizer = export.read_weights(cfg)
+    found = find_corpus(cfg)
+    tokenizer = None if fresh else checkpoint.resume_point(cfg, found.fingerprint)[1]
+    if from_weights := bool(cfg.init_from and tokenizer is None):
+        tokenizer = export.source_tokenizer(cfg)
     corpus = load_corpus(cfg, tokenizer, found)
     vocab_size = corpus.tokenizer.vocab_size
     init_state = make_init_state(cfg, vocab_size)
     hw = make_mesh_and_shardings(cfg, init_state)
+    weights = export.read_weights(cfg) if from_weights else None
     graph, _ = nnx.split(abstract_model(cfg, vocab_size, hw.dtype))
     train_step, eval_step = make_train_step(cfg, graph, hw), make_eval_step(graph)
     n_params = count_parameters(hw.state.params, vocab_size)
@@ -392,7 +392,7 @@ def train(cfg: Config, fresh: bool = False, profile: bool = False) -> int:
                 screen.restart_clock()
             try:
                 batch = hw.place(get_batch(corpus.train, cfg, step, rows))
-            except UserError:  # a shard that cannot be fetched
+            except (UserError, OSError):  # a shard that cannot be fetched, a token file that was deleted
                 if step > start and not hw.several:
                     checkpoints.save(state, meta)
                 raise

@@ -6,6 +6,7 @@ That transformers computes the same with them is checked by .ci/huggingface.py, 
 import json
 import random
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,13 +69,15 @@ def test_exported_files_hold_the_model(source):
     sizes = dict(
         vocab_size=V, hidden_size=C, intermediate_size=F, num_hidden_layers=2, num_attention_heads=2, head_dim=D
     )
+    sizes |= dict(num_key_value_heads=2, max_position_embeddings=16, rope_theta=10_000.0, rms_norm_eps=1e-6)
     assert config["architectures"] == ["Qwen3ForCausalLM"] and config.items() >= sizes.items()
 
 
 def test_weights_come_back_as_they_were(source):
     """From the exported folder and from the run itself."""
     for folder in exported(source), source.out_dir:
-        params, tokenizer = export.read_weights(replace(source, init_from=str(folder)))
+        cfg = replace(source, init_from=str(folder))
+        params, tokenizer = export.read_weights(cfg), export.source_tokenizer(cfg)
         model, *_ = load_model(source.out_dir, "best")
         ours = nnx.to_pure_dict(nnx.split(model)[1])
         V = tokenizer.vocab_size
@@ -109,7 +112,11 @@ def test_nothing_is_written_over(source, tmp_path):
         patch.setattr(export, "to_hf", lambda *_: {"x": "not an array"})
         with pytest.raises(Exception, match="str"):
             export.export(replace(how, out=str(tmp_path / "new")))
-    assert not (tmp_path / "new").exists() and not any((tmp_path / "there").iterdir())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "write_bytes", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        with pytest.raises(OSError, match="disk full"):
+            export.export(replace(how, out=str(tmp_path / "new")))
+    assert [p.name for p in tmp_path.iterdir()] == ["there"] and not any((tmp_path / "there").iterdir())
     export.export(replace(how, out=str(tmp_path / "new")))
     names = "config.json generation_config.json model.safetensors tokenizer.json tokenizer_config.json training.json"
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == names.split()
@@ -151,8 +158,10 @@ def test_a_resumed_run_needs_its_source_no_more(one_device, source, tmp_path, ca
     shutil.rmtree(copy)
     assert train.train(replace(cfg, max_steps=20)) == 0
     assert "going on after step 10 of 20" in capsys.readouterr().out
-    with pytest.raises(UserError, match="no checkpoint in .*source"):
+    with pytest.raises(UserError, match="--init_from .*source holds no weights"):
         train.train(replace(cfg, out_dir=str(tmp_path / "new")))
+    train.train(replace(cfg, init_from="elsewhere", max_steps=21))
+    assert "init_from" in (out := capsys.readouterr().out) and "without effect" in out
 
 
 def test_weights_of_another_shape_are_refused(source, tmp_path):
@@ -169,6 +178,41 @@ def test_weights_of_another_shape_are_refused(source, tmp_path):
     with pytest.raises(UserError, match="text.txt has characters the model never saw: '#'"):
         train.train(replace(cfg, dataset=str(text)))
     assert not (tmp_path / "run").exists()
+
+
+def rewrite(name, old, new):
+    """Damage: in the file `name` of a folder, replace what is old."""
+    return lambda d: (d / name).write_text((d / name).read_text().replace(old, new, 1))
+
+
+DAMAGE = {
+    "cut weights": lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:5000]),
+    "no weights": lambda d: (d / "model.safetensors").unlink(),
+    "cut meta": lambda d: (d / "training.json").write_text((d / "training.json").read_text()[:100]),
+    "later meta": rewrite("training.json", '"preset"', '"prefix"'),
+    "another shape": rewrite("training.json", '"symbols": "', '"symbols": "\\u0001'),
+    "a file": lambda d: (shutil.rmtree(d), d.write_text("nonsense")),
+}
+
+
+@pytest.mark.parametrize("fault", DAMAGE)
+def test_damaged_exports_are_refused(source, tmp_path, fault):
+    """In one line that names the folder, before there is a run."""
+    copy = shutil.copytree(exported(source), tmp_path / "copy")
+    DAMAGE[fault](copy)
+    with pytest.raises(UserError, match=f"--init_from {copy}") as e:
+        train.train(replace(source, init_from=str(copy), out_dir=str(tmp_path / "run")))
+    assert "\n" not in str(e.value) and not (tmp_path / "run").exists()
+
+
+def test_missing_safetensors_is_named(source, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    with pytest.raises(UserError, match="pip install safetensors"):
+        train.train(replace(source, init_from=str(exported(source)), out_dir=str(tmp_path / "run")))
+    with pytest.raises(UserError, match="pip install safetensors"):
+        export.export(ExportConfig(out_dir=source.out_dir, out=str(tmp_path / "out")))
+    with pytest.raises(UserError, match="--which worst: choose from best, latest"):
+        ExportConfig(which="worst")
 
 
 @pytest.mark.parametrize("kind", ["bpe", "byte"])

@@ -146,6 +146,16 @@ def slurm(n, *flags, **env):
     return [script("train", *flags, **job, SLURM_PROCID=i, JAX_NUM_CPU_DEVICES=2, **env) for i in range(n)]
 
 
+def test_two_processes_start_from_weights(flags, tmp_path):
+    """Of a run of one process, whose validation loss is then theirs; nothing is asked of JAX before they have met."""
+    run = tmp_path / "run"
+    assert train(*flags, "--max_steps", 10, "--out_dir", run)[0] == 0
+    more = ["--max_steps", 1, "--init_from", run, "--out_dir", tmp_path / "two"]
+    done = [finish(process) for process in pair(*flags, *more)]
+    assert [code for code, _, _ in done] == [0, 0], done
+    assert metrics(tmp_path / "two")[0]["val_loss"] == pytest.approx(metrics(run)[-1]["val_loss"], rel=1e-5)
+
+
 def test_two_processes_stop_after_the_same_step(flags, tmp_path):
     """SIGTERM goes to the second; both save the same step, and the rerun goes on from it with the losses of one process
     that has as many devices."""
