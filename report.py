@@ -6,6 +6,7 @@ Nothing here is needed to train; train.py calls it, and the files before it do n
 import io
 import json
 import math
+import os
 import shlex
 import sys
 import time
@@ -86,7 +87,8 @@ class Screen:
         self.bar = None
 
     def begin(self, start: int, *lines: str) -> None:
-        hidden = None if self.primary else True  # None: unless there is a terminal
+        # A notebook's `!python` looks like a terminal, and cannot draw a bar in place; the log lines have an eta.
+        hidden = True if not self.primary or "JPY_PARENT_PID" in os.environ else None  # None: unless there's a terminal
         self.start = start
         self.bar = tqdm(total=self.cfg.max_steps, initial=start, unit="step", disable=hidden, dynamic_ncols=True)
         self.write("\n".join(lines))

@@ -132,3 +132,26 @@ def test_memory_that_does_not_suffice_is_one_line():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith("error: RESOURCE_EXHAUSTED: ") and "more --grad_accum" in done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="Windows has no terminals of this kind")
+@pytest.mark.parametrize("notebook", [False, True])
+def test_progress_bar_is_for_terminals(text_file, tmp_path, notebook):
+    """On a terminal there is a bar, which is drawn over; in a cell of a notebook, which looks like one, there are lines
+    and nothing else."""
+    ours, theirs = os.openpty()
+    env = os.environ | {"JAX_NUM_CPU_DEVICES": "1"} | ({"JPY_PARENT_PID": "1"} if notebook else {})
+    flags = [*SMALL, "--dataset", text_file, "--max_steps", 2, "--out_dir", tmp_path / "run"]
+    command = [sys.executable, ROOT / "train.py", *map(str, flags)]
+    process = subprocess.Popen(command, env=env, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    seen = b""
+    try:
+        while block := os.read(ours, 4096):
+            seen += block
+    except OSError:  # how Linux says that the other end is closed
+        pass
+    os.close(ours)
+    assert process.wait() == 0 and b"step 2 | loss" in seen
+    bars = seen.replace(b"\r\n", b"\n").count(b"\r")
+    assert (bars == 0 and b"step/s" not in seen) if notebook else (bars > 2 and b"step/s" in seen)

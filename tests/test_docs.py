@@ -1,4 +1,4 @@
-"""README.md and scaling.md say what is true: commands parse, the file table is complete, links lead somewhere."""
+"""README.md, scaling.md and tpu_access.md say what is true: commands parse, files and links are there."""
 
 import re
 import shlex
@@ -14,7 +14,7 @@ from generate import SampleConfig
 from plan import PlanConfig
 
 ROOT = Path(config.__file__).parent
-README, SCALING = ((ROOT / name).read_text() for name in ("README.md", "scaling.md"))
+README, SCALING, ACCESS = ((ROOT / name).read_text() for name in ("README.md", "scaling.md", "tpu_access.md"))
 
 
 def commands(text):
@@ -22,7 +22,9 @@ def commands(text):
     return [line.split("#")[0].strip() for block in blocks for line in block.splitlines() if line]
 
 
-assert len(commands(README)) >= 5 and len(commands(SCALING)) >= 8, "commands are not where this file looks for them"
+assert min(len(commands(README)), len(commands(SCALING)), len(commands(ACCESS)) - 15) >= 5, (
+    "commands are not where this file looks for them"
+)
 KNOBS = {
     "train.py": (Config, dict(fresh="", profile="")),
     "sample.py": (SampleConfig, dict(interactive="")),
@@ -32,14 +34,20 @@ KNOBS = {
 
 
 @pytest.mark.parametrize(
-    "command", commands(README) + commands(SCALING) + re.findall(r"`(python [^`]*)`", README + SCALING)
+    "command",
+    [
+        *commands(README),
+        *commands(SCALING),
+        *commands(ACCESS),
+        *re.findall(r"`(python [^`]*)`", README + SCALING + ACCESS),
+    ],
 )
 def test_command_parses(command):
     """Ours, alone or within one of another tool."""
     shlex.split(command)
     for name, flags in re.findall(r"python (\w+\.py)((?: (?:--?[\w.=:/-]+|\"[^\"]*\"|[\w.:/-]+))*)", command):
         if "--help" not in flags and "<" not in command:
-            cls, switches = KNOBS[name]
+            cls, switches = KNOBS[name]  # a KeyError is a script that is not there
             parse(cls, shlex.split(flags), "", **switches)
 
 
@@ -56,5 +64,5 @@ def test_file_table_names_every_file():
 
 
 def test_local_links_lead_somewhere():
-    for target in re.findall(r"\]\((?!http)([^)#]+)\)", README + SCALING):
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", README + SCALING + ACCESS):
         assert (ROOT / target).exists(), target
