@@ -1,7 +1,7 @@
 """Command lines: flags made from a dataclass of knobs, and what becomes of exceptions and signals.
 
-No flag is written down twice: config.Config and sample.SampleConfig say what there is, and this turns them into flags,
-their --help and their refusals.
+No flag is written down twice: config.Config, generate.SampleConfig and the like say what there is, and this turns them
+into flags, their --help and their refusals.
 """
 
 import argparse

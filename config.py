@@ -1,4 +1,4 @@
-"""Every knob there is, on one screen.  First file to read: all others take their numbers from here.
+"""Every knob of a training run, on one screen.  First file to read: all others take their numbers from here.
 
 `python train.py --help` prints this table.  A flag is a field: `--learning_rate 3e-3` sets `learning_rate`.
 """

@@ -40,8 +40,9 @@ class Tokens:
 
 
 def cut(tokens, T: int) -> tuple[int, int]:
-    """Into how many windows of T + 1 tokens, each starting at the last token of the one before, a pass cuts these; and
-    where the first may start, at most."""
+    """Into how many windows of T + 1 tokens a pass cuts `tokens`, and the largest offset that the first may have.
+
+    Neighbours share one token: the last target of one is the first input of the next."""
     n_windows, slack = divmod(len(tokens) - 1, T)
     # Give one window up, so that the offset of a pass can be anything in 0 .. T - 1.
     return (n_windows - 1, T - 1) if n_windows > 1 else (n_windows, slack)
@@ -58,7 +59,7 @@ def cut_all(lengths: tuple[int, ...], T: int) -> tuple[list[tuple[int, int]], np
 def window_order(seed: int, epoch: int, part: int, n_windows: int, slack: int) -> tuple[int, np.ndarray]:
     """One pass over a part of the corpus: where its first window starts, and the order of its windows.
 
-    All that grows in memory with a corpus: 4 bytes for T tokens, and as much again while it is made."""
+    All that grows in memory with a corpus: 4 bytes a window, and twice that while they are shuffled."""
     rng = np.random.default_rng((seed, epoch, part))
     return int(rng.integers(slack + 1)), rng.permutation(np.arange(n_windows, dtype=np.uint32))
 

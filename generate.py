@@ -73,6 +73,9 @@ def choose(logits: jax.Array, key: jax.Array, temperature, top_k, top_p) -> jax.
     return jnp.where(temperature == 0, jnp.argmax(logits, axis=-1), jax.random.categorical(key, scaled))
 
 
+# jax.jit, for the first time here: the first call with given shapes runs the Python once, on placeholders that have a
+# shape and no values (it traces), and compiles what it saw; later calls run that.  static: the graph is no array, but
+# part of the program.  donate: the old caches' memory is used for the new ones.
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
 def prefill(graph, params, caches, tokens, start):
     """The caches with the keys and values of tokens [B, PREFILL] at positions start, start + 1, ... written in."""
@@ -83,7 +86,8 @@ def prefill(graph, params, caches, tokens, start):
 def decode(graph, params, caches, token, start, n, key, made, temperature, top_k, top_p):
     """n new tokens (n <= DECODE) after `token` [B], which stands at position `start`; `made` is how many came before.
 
-    Returns the caches, tokens int32 [B, DECODE] of which n are valid, and whether no logit was NaN or infinite.
+    Returns the caches, tokens int32 [B, DECODE] of which n are valid, and whether no logit was NaN or +inf (those of
+    the padding are -inf).
     """
     model = nnx.merge(graph, params)
 

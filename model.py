@@ -18,9 +18,11 @@ Parameters are float32.  `dtype` is what the matrix products are computed in; so
 logits and the loss are float32 always.
 
 Flax NNX in one paragraph, for PyTorch readers: nnx.Module is nn.Module and nnx.Param is nn.Parameter.  What differs
-is the step: JAX differentiates and compiles pure functions, so train.py takes the model apart (`nnx.split`: structure
-and arrays) and puts it together again (`nnx.merge`) inside the function that is compiled.  `param[...]` is a Param's
-array, `rngs.params()` a fresh random key, and `nnx.data([...])` what nn.ModuleList is.
+is the step: JAX differentiates and compiles pure functions, whose result depends on their arguments alone and which
+change nothing.  So train.py takes the model apart (`nnx.split`: structure and arrays) and puts it together again
+(`nnx.merge`) inside the function that is compiled.  Nor do arrays change: what "writes" to one returns another.
+`param[...]` is a Param's array, and `nnx.data([...])` what nn.ModuleList is.  There is no global random state either: a
+key is a value, which gives the same numbers each time; `rngs.params()` derives a new one.
 """
 
 import jax
@@ -93,7 +95,9 @@ def attend(q, k, v, positions):
 
 
 def attend_to_written(q, k, v, positions):
-    """The same, reading only the quarters of a cache that have anything in them: sampling waits for what is read."""
+    """The same, reading only the quarters of a cache that have anything in them: sampling waits for what is read.
+
+    A compiled program has fixed shapes, so the length read is one of four, and lax.switch chooses while it runs."""
 
     def first(n):
         return lambda q, k, v: attend(q, k[:, :, :n], v[:, :, :n], positions)

@@ -6,8 +6,8 @@
 The same command run again continues where the run in out/<preset> stopped.  What a run leaves there: checkpoints/ and
 best/ (see checkpoint.py), metrics.jsonl (a line per log interval and per evaluation) and loss.png.
 
-Five JAX ideas carry this file; each is explained where it is used: sharding as data, trace once, pure functions,
-pytrees, and donation.
+Five JAX ideas carry this file: sharding as data, trace once, pure functions, pytrees, and donation.  A "layout" here is
+what JAX calls a sharding.
 """
 
 import math
@@ -146,9 +146,11 @@ def make_mesh_and_shardings(cfg: Config, init_state: Callable[[], TrainState], d
         mesh = Mesh(mesh_utils.create_hybrid_device_mesh(inside, across, devices, **split), names, axis_types=auto)
 
     def lay_out(path, x):
-        """Matrices that read the residual stream are [C, out], those that write to it [in, C]: C is cut over fsdp, the
-        other side over tensor.  The embedding [V, C] is cut over both by V: if by C, what is looked up were cut so too,
-        and with it every activation after it.  AdamW's moments have their parameter's path, and so its layout."""
+        """P(a, b): dimension 0 is cut over mesh axis a, dimension 1 over b; None or nothing: not cut, a copy on each.
+
+        Matrices that read the residual stream are [C, out], those that write to it [in, C]: C is cut over fsdp, the
+        other side over tensor.  The embedding [V, C] is cut over both by V: cut by C, it would give rows that are cut
+        by C, and so would be every activation after them.  AdamW's moments have their parameter's path and layout."""
         name = jax.tree_util.keystr(path)
         if any(f"'{m}_proj'" in name for m in ("q", "k", "v", "gate", "up")):
             spec = P("fsdp", "tensor")
@@ -161,6 +163,7 @@ def make_mesh_and_shardings(cfg: Config, init_state: Callable[[], TrainState], d
             spec = P()  # norm scales and counters: a copy everywhere
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
+    # eval_shape traces and keeps only the shapes; a pytree is a nest of dicts and tuples with arrays as its leaves.
     state = jax.tree_util.tree_map_with_path(lay_out, jax.eval_shape(init_state))
     # bfloat16 pays on TPUs and on GPUs from Ampere (8.0) on; a T4 or V100 has fast float16 only, a CPU neither.
     before_ampere = str(getattr(devices[0], "compute_capability", "")).startswith(("5.", "6.", "7."))
@@ -219,19 +222,21 @@ def make_optimizer(cfg: Config) -> optax.GradientTransformation:
 
 
 def random_keys(cfg: Config) -> jax.Array:
-    """Two keys from the seed, for the initial weights and for dropout.  (A JAX key is a value: used twice, it gives the
-    same numbers twice.  So keys are split, or folded with a number, as dropout's is with the step.)"""
+    """Two keys from the seed, for the initial weights and for dropout.  (Keys are split, or folded with a number, as
+    dropout's is with the step.)"""
     return jax.random.split(jax.random.key(cfg.seed))
 
 
 def make_init_state(cfg: Config, vocab_size: int) -> Callable[[], TrainState]:
-    """A function without arguments that makes the state of step 0: compiled, it is born where it shall live."""
+    """A function that makes the state of step 0.  Compiled with hw.layout, each device makes only its own part."""
 
     def init_state():
         _, params = nnx.split(GPT(cfg, vocab_size, nnx.Rngs(params=random_keys(cfg)[0])))
         # Dicts, because each step takes the state apart: C++ does it for these, Python for nnx.State.
         params = nnx.to_pure_dict(params)
-        return TrainState(jnp.int32(0), params, make_optimizer(cfg).init(params), jnp.zeros(2))
+        return TrainState(
+            step=jnp.int32(0), params=params, opt_state=make_optimizer(cfg).init(params), recent=jnp.zeros(2)
+        )
 
     return init_state
 
@@ -254,8 +259,9 @@ def make_train_step(cfg: Config, graph, hw: Hardware) -> Callable:
     Metrics: loss, the mean of the steps since the last log line; lr; grad_norm, before the clip.
 
     Trace once: `jax.jit` runs the Python below a single time, with placeholders that have a shape but no values, and
-    compiles what it saw.  Pure: nothing outside is read or changed, hence the state goes in and comes out.  Pytree:
-    the state is a nest of tuples and dicts of arrays, and `jax.grad` and optax walk over all its leaves.  Donation:
+    compiles what it saw.  Pure: the result depends on the arguments alone (cfg and graph are constants of the program)
+    and nothing outside is changed, hence the state goes in and comes out.  Pytree: `jax.grad` and optax walk over all
+    the leaves of a nest of tuples and dicts.  Donation:
     the old state's memory is given to the new one, so that there are never two of them.
     """
     optimizer, rate = make_optimizer(cfg), learning_rate(cfg)
@@ -279,6 +285,7 @@ def make_train_step(cfg: Config, graph, hw: Hardware) -> Callable:
             zero = jax.tree.map(jnp.zeros_like, (jnp.float32(0), state.params))
             loss, grads = jax.tree.map(lambda x: x / A, jax.lax.scan(add, zero, jnp.arange(A))[0])
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        # The sum and the number of the losses since the last log line.
         recent = jnp.where(step % cfg.log_interval == 0, 0, state.recent) + jnp.stack([loss, 1])
         new = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state, recent)
         # Skip the update if the loss is not finite, or if one before it was skipped: then state.step lags behind step.
@@ -321,7 +328,7 @@ def evaluate(eval_step, params, tokens, cfg: Config, hw: Hardware, caught=()) ->
 
 
 def train(cfg: Config, fresh: bool = False, profile: bool = False) -> int:
-    """Train until max_steps or a signal.  Returns the exit code: 0, 1 diverged, 130 after Ctrl-C, 143 after SIGTERM."""
+    """Train until max_steps or a signal.  Returns the exit code: 0, 1 if diverged, or 128 + the signal's number."""
     found = find_corpus(cfg)
     tokenizer = None if fresh else checkpoint.resume_point(cfg, found.fingerprint)[1]
     if from_weights := bool(cfg.init_from and tokenizer is None):
@@ -348,7 +355,7 @@ def train(cfg: Config, fresh: bool = False, profile: bool = False) -> int:
         state = checkpoints.restore(hw.state)
         start = int(state.step) if state else 0
         screen.begin(start, report.banner(cfg, hw, corpus, n_params, start), *changed, "compiling...")
-        if state is None:  # born where it shall live: compiled with its layout, it never exists whole on any one device
+        if state is None:  # compiled with its layout, it never exists whole on any one device
             state = jax.jit(init_state, out_shardings=hw.layout)()
             if weights is not None:
                 lay_down = lambda x, like: jax.make_array_from_callback(x.shape, like.sharding, lambda at: x[at])

@@ -66,3 +66,12 @@ def test_file_table_names_every_file():
 def test_local_links_lead_somewhere():
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", README + SCALING + ACCESS):
         assert (ROOT / target).exists(), target
+
+
+def test_tracebacks_name_the_lines_that_are_there():
+    """Of the worked example, which deletes a line: what is after that stands one line higher."""
+    code = [line.strip() for line in (ROOT / "model.py").read_text().splitlines()]
+    quoted = re.findall(r'File "\.\.\./model\.py", line (\d+), in \w+\n +(.*)', ACCESS)
+    assert len(quoted) == 3
+    for number, line in quoted:
+        assert line in code[int(number) - 1 : int(number) + 1], (number, line)
