@@ -1,6 +1,6 @@
 """Shared by all tests: eight fake devices, a small corpus, a small model.
 
-python -m pytest            everything, without a network, in seven minutes on two cores
+python -m pytest            everything, without a network, in ten minutes on two cores
 python -m pytest -m long    120 times kill -9: another ten
 """
 
