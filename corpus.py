@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 import download
 from config import Config, UserError
 from data import Tokens, cut
-from storage import locked, write_whole
+from storage import bytes_bar, locked, write_whole
 from tokenizer import (
     PIECE,
     PLACE,
@@ -176,8 +175,7 @@ def read_text(found: Found, doing: str) -> Iterator[str]:
 
     UserError where it is not UTF-8, or, at its end, if it is not the text that was found."""
     path, decoder, text, sha256 = found.path, codecs.getincrementaldecoder("utf-8")(), "", hashlib.sha256()
-    bar = tqdm(desc=f"{doing} {path.name}", total=path.stat().st_size, unit="B", unit_scale=True, disable=None)
-    with open(path, "rb") as f, bar:
+    with open(path, "rb") as f, bytes_bar(f"{doing} {path.name}", path.stat().st_size) as bar:
         while block := f.read(CHUNK):
             sha256.update(block)
             text += decode(decoder, block, f.tell(), path)

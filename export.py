@@ -118,7 +118,7 @@ def hf_config(cfg: Config, tokenizer) -> dict:
 
 
 def hf_tokenizer(tokenizer) -> str:
-    """tokenizer.json: the same ids."""
+    """tokenizer.json: the same ids.  (Characters that ours refuses are dropped without a word there.)"""
     if tokenizer.kind == "char":  # byte-pair encoding without pairs, and characters for bytes
         hf = huggingface("export.py")
         model = hf.Tokenizer(hf.models.BPE({c: i for i, c in enumerate(tokenizer.symbols)}, []))

@@ -6,7 +6,6 @@ Nothing here is needed to train; train.py calls it, and the files before it do n
 import io
 import json
 import math
-import os
 import shlex
 import sys
 import time
@@ -18,7 +17,7 @@ from tqdm import tqdm
 import checkpoint
 from config import Config
 from corpus import Corpus
-from storage import run_path, write_whole
+from storage import IN_NOTEBOOK, run_path, write_whole
 
 RULE = "-" * 60
 NO_ACCELERATOR = """\
@@ -87,8 +86,8 @@ class Screen:
         self.bar = None
 
     def begin(self, start: int, *lines: str) -> None:
-        # A notebook's `!python` looks like a terminal, and cannot draw a bar in place; the log lines have an eta.
-        hidden = True if not self.primary or "JPY_PARENT_PID" in os.environ else None  # None: unless there's a terminal
+        # None: unless there is a terminal.  The log lines have an eta, too.
+        hidden = True if not self.primary or IN_NOTEBOOK else None
         self.start = start
         self.bar = tqdm(total=self.cfg.max_steps, initial=start, unit="step", disable=hidden, dynamic_ncols=True)
         self.write("\n".join(lines))

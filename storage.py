@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from etils import epath
+from tqdm import tqdm
 
 from config import UserError
 
@@ -17,6 +18,16 @@ try:
     import fcntl
 except ImportError:  # Windows: runs are not locked there
     fcntl = None
+
+
+# A cell's `!python` looks like a terminal, and cannot draw a bar in place.
+IN_NOTEBOOK = "JPY_PARENT_PID" in os.environ
+
+
+def bytes_bar(name: str, total: int, done: int = 0, quiet: bool = False) -> tqdm:
+    """A progress bar on a terminal, for what takes longer than a second; in a notebook it moves every ten."""
+    look = dict(unit="B", unit_scale=True, delay=1, mininterval=10 if IN_NOTEBOOK else 0.1)
+    return tqdm(desc=name, total=total or None, initial=done, disable=quiet or None, **look)
 
 
 def run_path(out_dir: str | epath.Path) -> epath.Path:

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import termios
 from dataclasses import fields
 from pathlib import Path
 
@@ -134,12 +135,12 @@ def test_memory_that_does_not_suffice_is_one_line():
     assert done.stderr.startswith("error: RESOURCE_EXHAUSTED: ") and "more --grad_accum" in done.stderr
 
 
-@pytest.mark.skipif(not hasattr(os, "openpty"), reason="Windows has no terminals of this kind")
 @pytest.mark.parametrize("notebook", [False, True])
 def test_progress_bar_is_for_terminals(text_file, tmp_path, notebook):
     """On a terminal there is a bar, which is drawn over; in a cell of a notebook, which looks like one, there are lines
     and nothing else."""
     ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
     env = os.environ | {"JAX_NUM_CPU_DEVICES": "1"} | ({"JPY_PARENT_PID": "1"} if notebook else {})
     flags = [*SMALL, "--dataset", text_file, "--max_steps", 2, "--out_dir", tmp_path / "run"]
     command = [sys.executable, ROOT / "train.py", *map(str, flags)]
