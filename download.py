@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from config import UserError
-from storage import locked, write_whole
+from storage import bytes_bar, locked, write_whole
 
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 SHAKESPEARE_URLS = (
@@ -85,7 +85,6 @@ def download(url: str, path: Path, wrong: Callable[[Path], str], quiet: bool = F
     Raises OSError when the server cannot be reached or breaks off, ValueError when the bytes are not the right ones.
     """
     import requests  # here, not above: training from a local copy should not wait for a network library
-    from tqdm import tqdm
 
     part = path.with_name(path.name + ".part")
     part.parent.mkdir(parents=True, exist_ok=True)
@@ -99,18 +98,9 @@ def download(url: str, path: Path, wrong: Callable[[Path], str], quiet: bool = F
             mode = "ab" if r.status_code == 206 else "wb"
             total = int(r.headers.get("Content-Length", 0)) + (have if mode == "ab" else 0)
             with open(part, mode) as f:
-                # disable=None: a bar where there is a terminal
-                bar = tqdm(
-                    desc=path.name,
-                    total=total or None,
-                    initial=f.tell(),
-                    unit="B",
-                    unit_scale=True,
-                    disable=quiet or None,
-                )
-                for chunk in r.iter_content(1 << 16):
-                    bar.update(f.write(chunk))
-                bar.close()
+                with bytes_bar(path.name, total, f.tell(), quiet) as bar:
+                    for chunk in r.iter_content(1 << 16):
+                        bar.update(f.write(chunk))
     fault = wrong(part)
     if not fault:
         os.replace(part, path)

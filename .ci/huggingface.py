@@ -40,7 +40,7 @@ def make(folder: Path, data_dir: str) -> None:
     for kind in TOKENIZERS:
         run, out = str(folder / "run" / kind), str(folder / kind)
         shape = dict(n_layer=2, n_embd=64, n_head=2, block_size=64, learning_rate=3e-3)
-        short = dict(max_steps=20 if kind == "gpt2" else 150, eval_interval=1000, sample_tokens=0, eval_tokens=10_000)
+        short = dict(max_steps=12 if kind == "gpt2" else 80, eval_interval=1000, sample_tokens=0, eval_tokens=2_000)
         knobs = PRESETS["nano"] | shape | short
         cfg = Config(**knobs, data_dir=data_dir, tokenizer=kind, vocab_size=500, out_dir=run)
         assert train.train(cfg) == 0

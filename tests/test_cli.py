@@ -47,11 +47,11 @@ def test_ctrl_c_while_sampling(text_file, tmp_path):
 
 def test_benchmark_of_sampling():
     """Runs, and its ratios are those of the figures that stand beside them."""
-    code, out, err = finish(script("benchmarks/sampling", "--preset", "nano", "--max_new_tokens", 40, "--rounds", 1))
+    code, out, err = finish(script("benchmarks/sampling", "--preset", "nano", "--max_new_tokens", 16, "--rounds", 1))
     assert code == 0, err
     one, many, slow = (int(x.replace(",", "")) for x in re.findall(r"([\d,]+) tokens/s", out))
     ratios = [float(x) for x in re.findall(r"tokens/s .*?([\d.]+) x", out)]
-    assert ratios == pytest.approx([many / one, one / slow], rel=0.02)
+    assert ratios == pytest.approx([many / one, one / slow], rel=0.02, abs=0.06)  # they have one decimal
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def tokenizers(gpt2_files):
 LENGTHS = {}  # of the tokenizers above: for 50,257 symbols they take a while
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(st.text() | st.text("ab '\n\t3\x1c\x85!é", max_size=30))
 def test_any_text_comes_back(tokenizers, text):
     """Ids are in the vocabulary, decode to the text, and stand for as many bytes as it has."""
@@ -52,7 +52,7 @@ WORDS = st.text("ab'3\x1cé!", min_size=1, max_size=5)
 GAPS = st.sampled_from([" ", "\n", "  \n", " \t", "\n\n\n", " \x85 "])
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(st.lists(st.tuples(WORDS, GAPS), min_size=1, max_size=30), st.integers(9, 20))
 def test_pieces_have_the_ids_of_the_whole(tokenizers, words, size):
     """Cut where words end, a text is encoded as in one go, which the library does."""
