@@ -12,6 +12,7 @@ work, data = Path(sys.argv[1]), sys.argv[2]
 folder = Path(__file__).parent.parent / "notebooks"
 os.environ |= dict(ANATOMY_STEPS="20", ANATOMY_OUT=str(work / "nano"), ANATOMY_DATA=data)
 os.environ |= dict(QUICKSTART_PRESET="nano", QUICKSTART_STEPS="20", QUICKSTART_DATA=data)
+os.environ["JAX_NUM_CPU_DEVICES"] = "8"  # as on Kaggle
 os.environ["QUICKSTART_MORE"] = "--n_layer 1 --max_steps 20 --eval_tokens 2000 --sample_tokens 50"
 
 
