@@ -55,7 +55,7 @@ def test_ten_steps_and_ten_in_a_new_process_are_twenty(flags, tmp_path, undistur
     assert_same_run(run, undisturbed(*flags))
 
 
-@pytest.mark.parametrize("kills, devices", [(25, 1), pytest.param(120, 2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills, devices", [(15, 1), pytest.param(120, 2, marks=pytest.mark.long)])
 def test_kill_at_any_moment(flags, tmp_path, kills, devices):
     """kill -9 at random moments, among them within saves and evaluations, which are slowed down to be hit.  From the
     first checkpoint on there is always one that can be read, never an older one than before."""
