@@ -120,7 +120,7 @@ def hf_config(cfg: Config, tokenizer) -> dict:
 def hf_tokenizer(tokenizer) -> str:
     """tokenizer.json: the same ids.  (Characters that ours refuses are dropped without a word there.)"""
     if tokenizer.kind == "char":  # byte-pair encoding without pairs, and characters for bytes
-        hf = huggingface("export.py")
+        hf = huggingface()
         model = hf.Tokenizer(hf.models.BPE({c: i for i, c in enumerate(tokenizer.symbols)}, []))
         model.decoder = hf.decoders.Fuse()
         return model.to_str()

@@ -118,12 +118,13 @@ def pieces(text: str, size: int) -> Iterator[str]:
         yield text[start:]
 
 
-def huggingface(who: str = "--tokenizer bpe or gpt2"):
+def huggingface():
     """The library, loaded when it is needed."""
     try:
         import tokenizers
     except ImportError:
-        raise UserError(f"{who} needs a package that is not here: pip install tokenizers") from None
+        why = "--tokenizer bpe and gpt2, and export.py, need a package that is not here"
+        raise UserError(f"{why}: pip install tokenizers") from None
     return tokenizers
 
 

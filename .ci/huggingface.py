@@ -19,11 +19,7 @@ TEXTS = [
     "First Citizen:\n  We are  accounted poor citizens,\n\n\nthe patricians good. ",
     " it's 3 o'clock -- & so,\n",
 ]
-FOREIGN = [
-    "naïve café 日本語 🙂\u200d\t\r\n end",
-    "<|endoftext|>",
-    "",
-]  # the characters of the corpus are not all in these
+FOREIGN = ["naïve café 日本語 🙂\u200d\t\r\n end", "<|endoftext|>", ""]  # with characters that the corpus has not
 
 
 def make(folder: Path, data_dir: str) -> None:
@@ -70,9 +66,8 @@ def compare_with_tiktoken(tokenizer, data_dir: str, texts: list[str]) -> None:
 
     vocabulary, merges = map(str, download.gpt2_vocabulary(Path(data_dir) / "gpt2"))
     ranks = data_gym_to_mergeable_bpe_ranks(merges, vocabulary)
-    words = (
-        r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""  # as GPT-2's encoder.py has it
-    )
+    # How GPT-2's encoder.py cuts a text into words.
+    words = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
     theirs = tiktoken.Encoding("gpt2", pat_str=words, mergeable_ranks=ranks, special_tokens={})
     for text in texts:
         assert tokenizer.encode(text).tolist() == theirs.encode_ordinary(text), text[:80]
